@@ -264,7 +264,7 @@ def _prepare_weights(
     """Tell a task where its weights come from: its initialization, a checkpoint, or another run."""
     config = resolved.config
     task.awaits_checkpoint = checkpoint is not None  # every mode loads it
-    free = read_free_at_resume(config["model"])
+    free = read_free_at_resume(config["model"]) | {*resolved.task.unused_model_settings}
     settings = read_settings_of_weights(config["model"])
     task.model_settings = {key: value for key, value in settings.items() if key not in free}
     if starts_from is not None:

@@ -69,6 +69,8 @@ class TaskTraits:
         frozen_sections: Sections of the config with the frozen models that it asks, such as `teacher`.
         has_fixed_shapes: Whether all its batches have one shape, so that trying algorithms for it pays.
         has_own_training: Whether it is a LightningModule of one's own, with its own model, loss and optimizers.
+        num_views: Random samples that it reads of each input, at one position of the data.
+        unused_model_settings: Settings of the model for a part that the task replaces.
     """
 
     input_kind: str | tuple[str, ...] | None = None
@@ -76,6 +78,8 @@ class TaskTraits:
     frozen_sections: tuple[str, ...] = ()
     has_fixed_shapes: bool = False
     has_own_training: bool = False
+    num_views: int = 1
+    unused_model_settings: tuple[str, ...] = ()
 
     @property
     def input_kinds(self) -> tuple[str, ...]:

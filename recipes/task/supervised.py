@@ -32,7 +32,7 @@ class Supervised(TrainingTask):
 
     @override
     def outputs(self, batch: Batch) -> Any:
-        return self.model(_last(batch["inputs"]))  # [B, V], compute dtype
+        return self.model(to_channels_last(batch["inputs"]))  # [B, V], compute dtype
 
     @override
     def predictions(self, batch: Batch) -> dict[str, Tensor]:
@@ -155,6 +155,6 @@ def _get_path(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _last(inputs: Tensor) -> Tensor:
+def to_channels_last(inputs: Tensor) -> Tensor:
     """Return images [B, C, H, W] in channels-last memory format, which is fastest for convolutions."""
     return inputs.contiguous(memory_format=torch.channels_last) if inputs.ndim == 4 else inputs

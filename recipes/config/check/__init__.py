@@ -16,6 +16,7 @@ from recipes.config.check.compatibility import (
     check_unread,
 )
 from recipes.config.check.dashboard import PLACES, check_dashboards
+from recipes.config.check.contrastive import check_views
 from recipes.config.check.data import check_data
 from recipes.config.check.devices import check_devices
 from recipes.config.check.export import check_export
@@ -159,6 +160,7 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
         *check_thresholds(config),
         *check_frozen_models(run),
         *check_preferences(run),
+        *check_views(run),
         *check_evaluator(run),
         *check_export(run),
         *check_own_training(run),

@@ -10,7 +10,7 @@ from recipes.config.check.types import to_setting
 from recipes.config.local_path import find_address
 from recipes.config.resolved import Awaited, ResolvedRun
 from recipes.config.start_from import find_source, read_source, read_source_adapter
-from recipes.config.traits import read_adapter, read_free_at_resume, read_settings_of_weights
+from recipes.config.traits import read_adapter, read_free_at_resume, read_settings_of_weights, read_task
 from recipes.errors import ConfigError, for_shell, type_setting
 from recipes.run_folder import (
     CHECKPOINTS,
@@ -64,7 +64,7 @@ def check_start_from(run: ResolvedRun) -> Iterator[ConfigError]:
         yield mistake
         return
     if before:
-        yield from _check_model(run, before["model"])
+        yield from _check_model(run, before)
         yield from _check_adapter(run, adapter)
         yield from _check_tokenizer(run, before.get("tokenizer"), folder)
 
@@ -75,7 +75,7 @@ def _check_awaited(run: ResolvedRun, before: Awaited) -> Iterator[ConfigError]:
     if not before.saves:
         reason = "that run saves no checkpoint"
         yield ConfigError(f"start_from={before.name}", reason, "save_every=auto for it, or start_from=null")
-    yield from _check_model(run, before.config["model"])
+    yield from _check_model(run, before.config)
     adapter = before.config.get("adapter") or {}
     yield from _check_adapter(run, adapter if read_adapter(adapter) is not None else None)
     if "name" not in (run.config["tokenizer"] or {}):  # the files of one are compared once that run has written its own
@@ -123,9 +123,9 @@ def _find_fault(run: ResolvedRun, source: Path) -> ConfigError | None:
     return ConfigError(setting, "it contains no valid checkpoint", "start_from=<a run that saved one>")
 
 
-def _check_model(run: ResolvedRun, before: Mapping[str, Any]) -> Iterator[ConfigError]:
+def _check_model(run: ResolvedRun, source: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Reject another model, or settings with which its weights compute something else. More tokens may be added."""
-    now = run.config["model"]
+    before, now = source["model"], run.config["model"]
     if before.get("_target_") != now.get("_target_"):
         of_source, own = (str(node.get("_target_")).rpartition(".")[2] for node in (before, now))
         shown = f"model={run.choices['model']}" if "model" in run.choices else f"model._target_={now.get('_target_')}"
@@ -138,6 +138,7 @@ def _check_model(run: ResolvedRun, before: Mapping[str, Any]) -> Iterator[Config
     theirs, ours = read_settings_of_weights(before), read_settings_of_weights(now)
     typed = {override.lstrip("+~").partition("=")[0] for override in run.typed}
     free = {key for key in read_free_at_resume(now) if f"model.{key}" in typed}
+    free |= {*run.task.unused_model_settings, *_read_unused(source)}
     different = {
         key: theirs.get(key)
         for key, value in ours.items()
@@ -151,6 +152,13 @@ def _check_model(run: ResolvedRun, before: Mapping[str, Any]) -> Iterator[Config
             f"its weights were trained with {' '.join(f'model.{k}={to_setting(v)}' for k, v in different.items())}",
             f"{then}, or start_from=null to train another model",
         )
+
+
+def _read_unused(source: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the settings of a run's model for a part that its task has replaced."""
+    task = source.get("task")
+    is_ours = isinstance(task, Mapping) and str(task.get("_target_")).startswith("recipes.task.")
+    return read_task(task).unused_model_settings if isinstance(task, Mapping) and is_ours else ()
 
 
 def _type(key: str, value: object) -> str:
