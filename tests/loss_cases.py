@@ -133,6 +133,14 @@ class MaskedNumbers(MaskedImages):
         return {"inputs": self.images[index], "targets": self.numbers[index]}
 
 
+class TwoViews(MaskedImages):
+    """Random images beside themselves with noise, every third of which is not compared."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        image = self.images[index]
+        return {"inputs": torch.stack([image, image + self.images[index - 1]]), "targets": self.classes[index]}
+
+
 class Pixels(nn.Module):
     """Images [B, C, 8, 8] -> [B, V] by two blocks, in which samples do not depend on each other."""
 
