@@ -26,7 +26,7 @@ from recipes.errors import ConfigError
 from recipes.foreign_file import reading
 from recipes.model import as_model
 from recipes.model.init import fill, fill_through, named_buffers, named_parameters, without_wrappers
-from recipes.model.projection import init_projection
+from recipes.model.projection import init_projection, without_projection
 from recipes.model.score import init_heads
 from recipes.model.weights import load_published
 from recipes.model.weights.adapter import has_adapter
@@ -415,8 +415,9 @@ class SourceRun:
         for name, parameter in named_parameters(whole):
             fill_through(parameter, functools.partial(keep, name))
         init_heads(whole, seed=seed)
-        as_model(whole).init_weights(seed)
-        init_projection(whole, seed=seed)  # after the rules of the model, which know no such names
+        init_projection(whole, seed=seed)
+        with without_projection(whole):
+            as_model(whole).init_weights(seed)
         return drawn
 
     def _merge(self, model: nn.Module, seed: int) -> None:

@@ -6,6 +6,8 @@ Shapes: B images, W features, H hidden units, F numbers of a projection.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.nn.functional as F
@@ -16,9 +18,6 @@ from recipes.errors import ConfigError
 from recipes.model.init import constant_, named_parameters, normal_
 
 _NAME = "projection"
-OF_PROJECTION = tuple(
-    f"{_NAME}.{layer}.{parameter}" for layer in ("hidden", "out") for parameter in ("weight", "bias")
-)
 
 
 class Projection(nn.Module):
@@ -79,11 +78,19 @@ def _find_classifier(model: Any) -> tuple[str, nn.Linear]:
 def init_projection(model: nn.Module, *, seed: int) -> None:
     """Draw the weights of the projection, if the model has one, from the seed and their names; biases are 0."""
     for name, parameter in named_parameters(model):
-        if name not in OF_PROJECTION:
-            continue
-        if name.endswith("bias"):
+        if name in (f"{_NAME}.hidden.bias", f"{_NAME}.out.bias"):
             constant_(parameter, 0.0)
-        else:
-            gain = 2.0 if name.startswith(f"{_NAME}.hidden") else 1.0  # of the ReLU that follows
+        elif name in (f"{_NAME}.hidden.weight", f"{_NAME}.out.weight"):
+            gain = 2.0 if name == f"{_NAME}.hidden.weight" else 1.0  # of the ReLU that follows
             normal_(parameter, name=name, seed=seed, std=math.sqrt(gain / parameter.shape[1]))
 
+
+@contextmanager
+def without_projection(model: nn.Module) -> Iterator[None]:
+    """Take the projection out of a model for a while: its own rules and published weights know no such names."""
+    projection = model._modules.pop(_NAME, None)
+    try:
+        yield
+    finally:
+        if projection is not None:
+            model._modules[_NAME] = projection

@@ -50,6 +50,21 @@ def with_contrast(strategy: str, *, world_size: int, task: str = "Contrasting") 
     return made | {"task": {"_target_": f"loss_cases.{task}", "_partial_": True}}
 
 
+def of_views(strategy: str, *, accumulate: int, world_size: int) -> dict[str, Any]:
+    """Return the experiment with NT-Xent, which compares two views of some images with those of the global batch."""
+    return {
+        "overrides": [
+            *("model=resnet18", "model._target_=loss_cases.Pixels", "~model.small_images", "data=random_images"),
+            *("task=contrastive", "task.hidden_size=16", "task.projection_size=8", "optimizer.lr=1e-2"),
+            *COMMON,
+            *ENGINES[strategy],
+            f"micro_batch_size={16 // accumulate // world_size}",
+            f"trainer.devices={world_size}",
+        ],
+        "data": {"_target_": "loss_cases.TwoViews", "num_samples": 50},
+    }
+
+
 def of_tokens(strategy: str, *, accumulate: int, world_size: int, model: str = "gpt2") -> dict[str, Any]:
     """Return the experiment of the parity tests with a loss of two denominators."""
     made = case(model, strategy=ENGINES[strategy], precision="32-true", accumulate=accumulate, world_size=world_size)
@@ -66,6 +81,7 @@ def make_cases(strategies: list[str], *, splits: tuple[int, ...], world_size: in
             found[f"weighted, {strategy} x{accumulate}"] = weighted
             found[f"two counts, {strategy} x{accumulate}"] = of_tokens(strategy, **split)
             found[f"centered, {strategy} x{accumulate}"] = with_center(strategy, **split)
+            found[f"views, {strategy} x{accumulate}"] = of_views(strategy, **split)
     return found
 
 
@@ -73,7 +89,7 @@ REFERENCES = make_cases(["single"], splits=(1,), world_size=1)
 REFERENCES["contrast, single x1"] = with_contrast("single", world_size=1)
 ON_ONE = shortened(
     make_cases(["single"], splits=(2, 4), world_size=1),
-    *(f"{loss}, single x4" for loss in ("bce", "mse", "cross_entropy", "weighted", "two counts", "centered")),
+    *(f"{loss}, single x4" for loss in ("bce", "mse", "cross_entropy", "weighted", "two counts", "centered", "views")),
 )
 # an image model has no sequence, and is given whole to each pipeline stage
 STAGED = {
@@ -96,6 +112,7 @@ RANKS = shortened(
     *("bce, ddp x2", "mse, fsdp x2", "weighted, ZeRO-2 x2", "cross_entropy, ZeRO-3 x1"),
     *("two counts, ddp x2", "two counts, ZeRO-3 x2", "two counts, cp2, fsdp x1", "two counts, pp2 x2"),
     *("centered, ddp x2", "centered, fsdp x2", "centered, ZeRO-3 x2", "centered, pp2 x2"),
+    *("views, ddp x2", "views, fsdp x1", "views, ZeRO-2 x2", "views, ZeRO-3 x4"),
 )
 
 
@@ -131,6 +148,9 @@ def test_the_curve_is_that_of_one_large_batch_on_one_device(results: dict[str, A
         for key, value in expected[-1].items():
             if key.startswith("val/"):
                 assert rows[-1][key] == pytest.approx(value, rel=1e-5), (name, key)
+        if "views" in name:  # what is logged beside it is of the global batch, too
+            for key in ("pretext_accuracy", "alignment", "uniformity"):
+                assert rows[-1][f"train/{key}"] == pytest.approx(expected[-1][f"train/{key}"], rel=1e-5), (name, key)
         if "two counts" in name:  # a second quantity is logged beside the loss
             for row in rows:
                 assert 0 < 0.05 * row["train/even_square"] < row["train/loss"], name

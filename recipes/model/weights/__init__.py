@@ -14,7 +14,7 @@ from recipes.blocks import apart
 from recipes.errors import ConfigError
 from recipes.model import as_model
 from recipes.model.init import constant_, named_parameters
-from recipes.model.projection import OF_PROJECTION, init_projection
+from recipes.model.projection import init_projection, without_projection
 from recipes.model.score import OF_HEADS, init_heads
 from recipes.model.weights.adapter import has_adapter, initialize_adapter
 from recipes.numerics.nf4 import dequantize, is_nf4
@@ -60,10 +60,13 @@ def initialize(model: nn.Module, seed: int) -> None:
 
 def _initialize(model: nn.Module, seed: int) -> None:
     init_heads(model, seed=seed)  # first: published weights have none, and those of another run may have
-    _initialize_base(model, seed)
-    if getattr(model, "first_weights", None) is None:
-        init_projection(model, seed=seed)  # after the rules of the model, which know no such names
     first_weights: FirstWeights | None = getattr(model, "first_weights", None)
+    if first_weights is None:
+        init_projection(model, seed=seed)
+        with without_projection(model):
+            _initialize_base(model, seed)
+    else:  # another run may have a projection
+        _initialize_base(model, seed)
     if has_adapter(model) and not (first_weights is not None and first_weights.load_adapter(model)):
         initialize_adapter(model, seed)
 
@@ -118,7 +121,7 @@ def _initialize_own(model: Any, own: type, seed: int) -> None:
     plain = {
         key
         for key, weight in named_parameters(model)
-        if key not in (*OF_HEADS, *OF_PROJECTION)
+        if key not in OF_HEADS
         and weight.is_floating_point()
         and not hasattr(weight, "fill_whole")
         and not is_nf4(weight)
