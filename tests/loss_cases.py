@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from recipes.loss import Batch, Term
 from recipes.loss.cross_entropy import CrossEntropy
 from recipes.model.flops import Flops
-from recipes.model.init import named_parameters, normal_
+from recipes.model.init import constant_, named_parameters, normal_
 from recipes.numerics.loss import IGNORE_INDEX
+from recipes.task.contrastive import Contrastive
 from recipes.task.language_modeling import LanguageModeling
 
 NUM_OUTPUTS = 5
@@ -169,3 +170,55 @@ class Pixels(nn.Module):
             normal_(parameter, name=name, seed=seed, std=0.1)
 
     def init_buffers(self) -> None: ...
+
+
+class Drawing(nn.Module):
+    """Images [B, 1, 8, 8] -> [B, V] through a batch norm and dropout."""
+
+    input_kind: ClassVar[str] = "images"
+    pretrained = None
+
+    def __init__(self, *, num_classes: int, in_channels: int) -> None:
+        super().__init__()
+        self.stem, self.norm, self.dropout = nn.Linear(64, 12), nn.BatchNorm1d(12), nn.Dropout(0.5)
+        self.head = nn.Linear(12, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.dropout(self.norm(self.stem(images.flatten(1)))))
+        return outputs
+
+    def init_weights(self, seed: int) -> None:
+        for name, parameter in named_parameters(self):
+            if name == "norm.weight":
+                constant_(parameter, 1.0)
+            else:
+                normal_(parameter, name=name, seed=seed, std=0.3)
+        self.init_buffers()
+
+    def init_buffers(self) -> None:
+        self.norm.reset_running_stats()
+
+
+class ContrastingAtOnce(Contrastive):
+    """Also computes the gradient of the whole batch in one graph, from the same random numbers."""
+
+    def before_window(self, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        state = torch.get_rng_state()
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        projections = torch.cat([self.outputs(batch) for batch in micro_batches])
+        carries = torch.cat([self.loss.carries(batch) for batch in micro_batches])
+        losses = self.loss.compare(projections, projections, first=0, carries=carries)[:, 0]
+        at_once = torch.autograd.grad(losses.sum() / (2 * carries.sum()), [*self.model.parameters()])
+        with torch.no_grad():
+            for buffer, values in zip(self.model.buffers(), buffers, strict=True):
+                buffer.copy_(values)
+        torch.set_rng_state(state)
+        self.at_once = at_once
+        return super().before_window(micro_batches)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.differences = [
+            (weight.grad - whole).abs().max().item() / whole.abs().max().item()
+            for weight, whole in zip(self.model.parameters(), self.at_once, strict=True)
+            if weight.grad is not None and whole.abs().max() > 1e-6  # a bias before a batch norm has none
+        ]
