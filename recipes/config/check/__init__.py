@@ -15,8 +15,8 @@ from recipes.config.check.compatibility import (
     check_published_model,
     check_unread,
 )
-from recipes.config.check.dashboard import PLACES, check_dashboards
 from recipes.config.check.contrastive import check_views
+from recipes.config.check.dashboard import PLACES, check_dashboards
 from recipes.config.check.data import check_data
 from recipes.config.check.devices import check_devices
 from recipes.config.check.export import check_export

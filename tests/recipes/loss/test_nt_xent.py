@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipes.loss import logged_by_count
-from recipes.loss import nt_xent
+from recipes.loss import logged_by_count, nt_xent
 from recipes.loss.nt_xent import COMPARED, GRADIENT, UNIFORMITY, NTXent, find_uniformity
 
 NUM_IMAGES, SIZE, TEMPERATURE = 6, 5, 0.3
