@@ -1,8 +1,5 @@
 """Write the pages of modes: plans, preflights, prepared documents and trials, with what they printed. No Lightning."""
 
-import struct
-import zlib
-from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +7,7 @@ from typing import Any
 from ..progress.text import clock_text
 from .charts.figures import Figure, lines_figure, stack_figure
 from .html import render, write_mode_page, write_page
+from .images import encode_png
 from .run_record import is_finite
 
 
@@ -148,18 +146,11 @@ def _png(channels: Any) -> str:
     low, high = min(values), max(values)
     span = (high - low) or 1.0
     colors = channels if len(channels) == 3 else channels[:1]
-    height, width = len(channels[0]), len(channels[0][0])
-    # each row begins with its filter, 0: none
-    rows = (
-        bytes([0, *(round(255 * (channel[y][x] - low) / span) for x in range(width) for channel in colors)])
-        for y in range(height)
-    )
-    head = struct.pack("!IIBBBBB", width, height, 8, 2 if len(colors) == 3 else 0, 0, 0, 0)
-    chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(b"".join(rows))), (b"IEND", b""))
-    packed = (
-        struct.pack("!I", len(data)) + name + data + struct.pack("!I", zlib.crc32(name + data)) for name, data in chunks
-    )
-    return b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(packed)).decode()
+    rows = [
+        bytes(round(255 * (values[x] - low) / span) for x in range(len(row[0])) for values in row)
+        for row in zip(*colors, strict=True)
+    ]
+    return encode_png(rows, num_channels=len(colors))
 
 
 # Write the page of prepared documents: what each step and rule dropped, with examples. No Lightning.

@@ -15,6 +15,7 @@ from ..progress.text import REWARD, TRAIN_LOSS, VAL_LOSS, clock_text
 from .charts.figures import column_spans, padded_range, steps_figure
 from .charts.png import write_png
 from .charts.series import Group, Mark, get_groups, get_marks, is_marked, metrics_not_drawn
+from .classes import Classes, read_classes
 from .compare.values import get_directions
 from .config import config_lines
 from .dashboard import add_own, get_sections, sections_for
@@ -37,7 +38,7 @@ def write_report(
     as `summary.json` or `plan.json`, is named on the page and in a warning, and the rest is shown.
 
     Needs `metrics.csv` unless `fit` is given; uses `summary.json`, `environment.json`, `config.yaml`, `plan.json`,
-    `events.jsonl`, `samples.jsonl`, `answers.jsonl`, `spikes/` and `profile/operators.json` if they exist. Can be
+    `events.jsonl`, `samples.jsonl`, `answers.jsonl`, `classes_<split>.json`, `spikes/` and `profile/operators.json` if they exist. Can be
     called again.
 
     Args:
@@ -86,7 +87,9 @@ def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) ->
     except ValueError as error:
         memory = None
         run.damaged.append(f"plan.json could not be read: {error}")
+    classes = list(_get_classes(run))
     links = [(anchor_id(title), title) for title, _ in drawn]
+    links += [(anchor_id(each.title), each.title.lower()) for each in classes]
     links += [("spikes", "spike dumps")] if run.spikes else []
     return render(
         "run.jinja",
@@ -107,6 +110,7 @@ def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) ->
         samples=get_samples(run),
         answers=get_answers(run),
         completions=get_completions(run),
+        classes=classes,
         operators=get_operators(run),
         spikes=get_spikes(run),
         program=_get_program(run),
@@ -119,6 +123,18 @@ def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) ->
         config=config_lines(run),
         pills={} if get_status(run) is None else {get_status(run): status_class(str(get_status(run)))},
     )
+
+
+def _get_classes(run: RunRecord) -> Iterable[Classes]:
+    """Yield what is shown of the classes of each split; what is damaged is added to `run.damaged`."""
+    for record in run.classes:
+        try:
+            found = read_classes(record)
+        except ValueError as error:
+            run.damaged.append(f"classes_{record.get('split')}.json could not be read: {error}")
+            continue
+        if found is not None:
+            yield found
 
 
 def _head_facts(run: RunRecord) -> list[str]:

@@ -46,6 +46,7 @@ class RunRecord:
     samples: list[dict[str, Any]]
     answers: list[dict[str, Any]]
     completions: list[dict[str, Any]]
+    classes: list[dict[str, Any]]
     summary: dict[str, Any]
     environment: dict[str, Any]
     config_text: str
@@ -166,6 +167,10 @@ def read_run(folder: Path, *, needs_metrics: bool = True) -> RunRecord:
         samples=read_lines(folder / "samples.jsonl"),
         answers=read_lines(folder / "answers.jsonl"),
         completions=read_lines(folder / "completions.jsonl"),
+        classes=[
+            {"split": path.stem.removeprefix("classes_"), **_read_json(path, dict, damaged)}
+            for path in sorted(folder.glob("classes_*.json"), reverse=True)  # val before train and test
+        ],
         summary=_read_json(folder / "summary.json", dict, damaged),
         environment=_read_json(folder / "environment.json", dict, damaged),
         config_text=text,

@@ -121,13 +121,18 @@ class Validated(OnEngine):
         average_over_ranks((buffer for buffer in buffers if buffer.is_floating_point()), self.engine.groups.stage)
 
     @override
-    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self._validate(batch, dataloader_idx)
+
+    def _validate(self, batch: Batch, dataloader_idx: int) -> Any:
+        """Add a batch to the metrics of its validation set; return the outputs."""
         metrics = self._metrics_of(dataloader_idx)
         outputs = self.outputs(batch)
         metrics.update(self.loss(outputs, batch), outputs=self._without_padding(outputs), batch=batch)
         if "source" in batch and metrics is self.val_metrics:
             losses = token_losses(self._without_padding(outputs), batch["targets"])
             metrics.update_sources(losses, batch["targets"], batch["source"])
+        return outputs
 
     def _metrics_of(self, dataloader_idx: int) -> ValidationMetrics:
         return self.eval_metrics[dataloader_idx - 1] if dataloader_idx else self.val_metrics

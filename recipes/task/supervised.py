@@ -35,6 +35,19 @@ class Supervised(TrainingTask):
         return self.model(to_channels_last(batch["inputs"]))  # [B, V], compute dtype
 
     @override
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor] | None:
+        """Return the class, the prediction and the loss of each sample, [B], for callbacks; None without classes."""
+        outputs = self._validate(batch, dataloader_idx)
+        if self.loss.predicted != "classes" or outputs.ndim != 2:
+            return None
+        target, known = batch["targets"], self.loss.has_loss(batch["targets"])
+        if target.is_floating_point():  # probabilities [B, V]
+            target, known = target.argmax(dim=-1), known.all(dim=-1)
+        predicted = self._without_padding(outputs).argmax(dim=-1)
+        losses = self.loss.per_sample(outputs, batch)
+        return {"predicted": predicted, "target": target.masked_fill(~known, IGNORE_INDEX), "loss": losses}
+
+    @override
     def predictions(self, batch: Batch) -> dict[str, Tensor]:
         outputs = self.outputs(batch)
         real = self._without_padding(outputs)
