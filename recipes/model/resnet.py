@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from recipes.model.flops import Flops, flops_per_weight
 from recipes.model.init import constant_, named_parameters, normal_
+from recipes.model.norm import InPlaceOfBatchNorm, Norm, replace_batch_norms
 
 STAGE_CHANNELS = (64, 128, 256, 512)  # every stage but the first halves the resolution
 HEAD_STD = 0.01  # Goyal et al. 2017, arXiv:1706.02677, section 5.1
@@ -96,6 +97,7 @@ class ResNet(nn.Module):
         in_channels: C; 1: gray, 3: color.
         small_images: 3 x 3 stem without pooling, for images of 8 to 64 pixels; False: 7 x 7, stride 2, max-pool.
         pretrained: A .safetensors or .pth file with torchvision's names; None: `init_weights`.
+        norm: What normalizes in the place of batch norm, see `recipes.model.norm`.
     """
 
     input_kind: ClassVar[str] = "images"
@@ -111,6 +113,7 @@ class ResNet(nn.Module):
         in_channels: Annotated[int, ">= 1"],
         small_images: bool,
         pretrained: str | None = None,
+        norm: Norm = "batch",
     ) -> None:
         super().__init__()
         self.num_classes = num_classes
@@ -128,6 +131,7 @@ class ResNet(nn.Module):
                 self.blocks.append(self.BLOCK(in_channels=in_channels, channels=channels, stride=stride))
                 in_channels = self.BLOCK.EXPANSION * channels
         self.head = nn.Linear(in_channels, num_classes)
+        replace_batch_norms(self, norm)
 
     def forward(self, images: Tensor) -> Tensor:
         """Images [B, C, H, W] float -> logits [B, V] in the compute dtype."""
@@ -162,7 +166,7 @@ class ResNet(nn.Module):
     def init_buffers(self) -> None:
         """Set running means to 0, variances to 1, counts to 0."""
         for module in self.modules():
-            if isinstance(module, nn.BatchNorm2d):
+            if isinstance(module, nn.BatchNorm2d | InPlaceOfBatchNorm):
                 module.reset_running_stats()
 
     def flops_per_sample(self, image_size: int) -> Flops:

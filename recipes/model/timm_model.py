@@ -3,6 +3,7 @@
 Shapes: B images, C channels, H x W pixels, V classes.
 """
 
+import fnmatch
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -11,10 +12,19 @@ from torch import Tensor, nn
 
 from recipes.errors import ConfigError, type_extra
 from recipes.model.init import fill, generator_for, named_parameters, without_wrappers
+from recipes.model.norm import Norm, list_batch_norms, replace_batch_norms
 from recipes.torch_internals import unset_fake_temporarily
 from recipes.torchvision_import import repair
 
 _MODELS = "timm.models."
+# arguments in timm -> settings
+_OWN_NAMES = {
+    "num_classes": "num_classes",
+    "in_chans": "in_channels",
+    "img_size": "image_size",
+    "drop_path_rate": "drop_path",
+    "drop_rate": "dropout",
+}
 
 
 class TimmModel(nn.Module):
@@ -28,10 +38,14 @@ class TimmModel(nn.Module):
         drop_path: Probability that a residual branch of the last block is left out, less in those before it (Huang et
             al. 2016, arXiv:1603.09382).
         dropout: Probability of dropout before the head.
-        pretrained: A .safetensors or .pth file, or a folder, with timm's names; None: initial weights by timm's rules.
+        norm: What normalizes in the place of batch norm, see `recipes.model.norm`; batch: the norms of the model.
+        arguments: Further arguments of the model in timm, such as depth or global_pool.
+        pretrained: A .safetensors or .pth file, a folder or a repository of the hub with weights that fit timm's model;
+            None: initial weights by timm's rules.
 
     Raises:
-        ConfigError: timm is not installed, has no such model, or the model does not take a setting.
+        ConfigError: timm is not installed, has no such model, or the model does not take a setting; or it has no batch
+            norm to replace, or published weights were trained with one that is replaced by another kind.
     """
 
     input_kind: ClassVar[str] = "images"
@@ -46,10 +60,12 @@ class TimmModel(nn.Module):
         image_size: Annotated[int, ">= 1"] | None,
         drop_path: Annotated[float, ">= 0, < 1"],
         dropout: Annotated[float, ">= 0, < 1"],
+        norm: Norm,
+        arguments: Mapping[str, Any],
         pretrained: str | None,
     ) -> None:
         super().__init__()
-        self.name = name
+        self.name = self.title = name
         self.num_classes = num_classes
         self.in_channels = in_channels
         self.pretrained = pretrained
@@ -57,11 +73,18 @@ class TimmModel(nn.Module):
         settings |= {"img_size": image_size} if image_size is not None else {}
         settings |= {"drop_path_rate": drop_path} if drop_path else {}
         settings |= {"drop_rate": dropout} if dropout else {}
-        self._settings = settings
+        if twice := [key for key in arguments if key in _OWN_NAMES]:
+            fix = f"model.{_OWN_NAMES[twice[0]]}={arguments[twice[0]]}"
+            raise ConfigError(f"model.arguments={{{twice[0]}: …}}", "the model has a setting of its own for it", fix)
+        self.settings = settings | dict(arguments)
         device = torch.get_default_device()
         # timm reads numbers of tensors while it constructs, which those of a plan do not have
         with unset_fake_temporarily(), torch.device("meta"):
-            self.inner: Any = _make(name, settings)
+            self.inner: Any = make_timm(name, self.settings)
+        if norm == "group" and pretrained is not None and list_batch_norms(self.inner):
+            reason = "these weights were trained with batch norm, and compute something else with group norm"
+            raise ConfigError(f"model.norm=group model.pretrained={pretrained}", reason, "model.norm=frozen")
+        replace_batch_norms(self, norm)
         self.inner.to_empty(device=device)
         self._towers = _find_towers(self.inner)
 
@@ -74,28 +97,47 @@ class TimmModel(nn.Module):
         """Return the stages, each a sequence of blocks, by name."""
         return {f"inner.{name}": self.inner.get_submodule(name) for name in self._towers}
 
+    def number_layers(self) -> dict[str, int]:
+        """Return the layer of each parameter, from 0 at the images, as timm numbers them for layer-wise decay."""
+        timm = import_timm()
+        match = getattr(self.inner, "group_matcher", None)
+        if match is None:
+            numbers = timm.optim.auto_group_layers(self.inner)
+        else:
+            numbers = timm.models.group_parameters(self.inner, match(coarse=False), reverse=True)
+        return {f"inner.{name}": number for name, number in numbers.items()}
+
+    def names_without_decay(self) -> set[str]:
+        """Return the parameters that are not decayed whatever their shape, such as position embeddings."""
+        patterns = getattr(self.inner, "no_weight_decay", set)()
+        names = [name for name, _ in named_parameters(self.inner)]
+        return {f"inner.{name}" for pattern in patterns for name in fnmatch.filter(names, pattern)}
+
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """Initialize every parameter and buffer in place, by timm's rules, from the seed alone."""
-        fresh = self._draw(seed)
-        values = dict(fresh.named_parameters())
+        self.fill_from(self.draw(seed))
+
+    @torch.no_grad()
+    def fill_from(self, whole: nn.Module) -> None:
+        """Fill every parameter and buffer in place from a model of timm in the host's memory."""
+        values = dict(whole.named_parameters())
         for name, parameter in named_parameters(self.inner):
             fill(parameter, values[name].detach())
-        self._fill_buffers(fresh)
+        self._fill_buffers(whole)
 
     @torch.no_grad()
     def init_buffers(self) -> None:
         """Set running statistics, and what is computed from sizes alone; does nothing on the meta device."""
         buffers = [*self.inner.buffers()]
         if buffers and not buffers[0].is_meta:
-            self._fill_buffers(self._draw(0))
+            self._fill_buffers(self.draw(0))
 
-    def _draw(self, seed: int) -> nn.Module:
-        """Return a copy of the model in the host's memory with initial weights: timm draws when it constructs."""
+    def draw(self, seed: int) -> nn.Module:
+        """Return timm's model in the host's memory with initial weights, which timm draws when it constructs."""
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator_for(self.name, seed=seed).initial_seed())
-            made: nn.Module = _make(self.name, self._settings)
-        return made
+            return make_timm(self.name, self.settings)
 
     def _fill_buffers(self, fresh: nn.Module) -> None:
         values = dict(fresh.named_buffers())
@@ -117,7 +159,17 @@ def import_timm() -> Any:
     return timm
 
 
-def _make(name: str, settings: Mapping[str, Any]) -> nn.Module:
+def make_timm(name: str, settings: Mapping[str, Any], **weights: Any) -> nn.Module:
+    """Return a model of timm.
+
+    Args:
+        name: Its name in timm.
+        settings: Its arguments.
+        **weights: Arguments of `timm.create_model` that load weights; none: initial weights.
+
+    Raises:
+        ConfigError: timm has no such model, or the model does not take an argument.
+    """
     timm = import_timm()
     if not timm.is_model(name):
         import difflib
@@ -126,11 +178,12 @@ def _make(name: str, settings: Mapping[str, Any]) -> nn.Module:
         fix = f"model.name={near[0]}" if near else "model.name=convnext_tiny"
         raise ConfigError(f"model.name={name}", f"timm {timm.__version__} has no such model", fix)
     try:
-        made: nn.Module = timm.create_model(name, pretrained=False, **settings)
+        made: nn.Module = timm.create_model(name, **settings, **weights)
     except (TypeError, AssertionError, ValueError) as error:
         shown = ", ".join(f"{key}={value}" for key, value in settings.items())
         reason = f"timm does not construct it with {shown}: {error}"
-        raise ConfigError(f"model.name={name}", reason, "model.image_size=null, or a setting that it takes") from error
+        fix = "model.image_size=null, or without the argument of model.arguments that it does not take"
+        raise ConfigError(f"model.name={name}", reason, fix) from error
     return made
 
 

@@ -1,7 +1,7 @@
 """Parameter groups: weight decay acts on matrices, never on biases and norms."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -9,14 +9,23 @@ from torch.nn.modules.conv import _ConvNd
 
 from recipes.adapter import is_factor
 from recipes.errors import ConfigError
-from recipes.model.init import unsharded_shape
+from recipes.model.init import unsharded_shape, without_wrappers
+
+
+@runtime_checkable
+class NamesUndecayed(Protocol):
+    """A model with matrices or tables that weight decay leaves alone, such as position embeddings."""
+
+    def names_without_decay(self) -> Collection[str]:
+        """Return the names of these parameters."""
 
 
 def decay_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
     """Split trainable parameters into groups with and without weight decay.
 
     Matrices, embeddings and convolution kernels (two or more dimensions) are decayed; biases, norm gains and other
-    vectors are not, because shrinking them toward zero does not reduce complexity. A tied parameter is listed once.
+    vectors are not, because shrinking them toward zero does not reduce complexity; nor is what the model names
+    (`NamesUndecayed`). A tied parameter is listed once.
 
     Args:
         model: Model, may be sharded: dimensions are counted on unsharded parameters.
@@ -27,27 +36,33 @@ def decay_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any
         that of the matrices of a pipeline stage may be, and both are empty where a stage is frozen; but every rank has
         the same groups: schedules and checkpoints go by their number.
     """
-    trainable = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trainable = [parameter for _, parameter in model.named_parameters() if parameter.requires_grad]
+    decayed = find_decayed(model)
     return [
         {
-            "params": [p for p, name in trainable.items() if is_decayed(p, name)],
+            "params": [parameter for parameter in trainable if parameter in decayed],
             "weight_decay": weight_decay,
             "group_name": "decay",
         },
         {
-            "params": [p for p, name in trainable.items() if not is_decayed(p, name)],
+            "params": [parameter for parameter in trainable if parameter not in decayed],
             "weight_decay": 0.0,
             "group_name": "no_decay",
         },
     ]
 
 
-def is_decayed(parameter: nn.Parameter, name: str) -> bool:
-    """Return whether a parameter is a matrix, a table or a kernel, which weight decay acts on.
+def find_decayed(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that weight decay acts on: matrices, tables and kernels, but those that the model names.
 
     Decaying the scaling factors of an adapter toward zero would switch off the activations that they multiply.
     """
-    return len(unsharded_shape(parameter)) >= 2 and not is_factor(name)
+    named = model.names_without_decay() if isinstance(model, NamesUndecayed) else ()
+    return {
+        parameter
+        for name, parameter in model.named_parameters()
+        if len(unsharded_shape(parameter)) >= 2 and not is_factor(name) and without_wrappers(name) not in named
+    }
 
 
 def drop_unused_groups(optimizer: torch.optim.Optimizer, *, used: Sequence[bool]) -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch import nn
 from recipes.adapter import is_adapter
 from recipes.blocks import list_units, named_blocks
 from recipes.errors import ConfigError, type_setting
-from recipes.optimizer.param_groups import is_decayed
+from recipes.optimizer.param_groups import find_decayed
 
 Entry = Mapping[str, Any]
 
@@ -167,18 +167,45 @@ def _make_label(match: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "_", without_classes).strip("_") or "rule"
 
 
-def _decay_by_layer(model: nn.Module, layer_decay: float | None) -> Iterator[Rule]:
-    """Yield the rules that layer-wise decay is short for, with the layers that timm (1.0) counts.
+@runtime_checkable
+class NumbersLayers(Protocol):
+    """A model whose layers for layer-wise decay are not those of one tower of blocks."""
 
-    What comes before the blocks is layer 0, block i is layer i + 1, and the head, the last module, is the last layer,
-    whose scale is 1. What stands between the blocks and the head, such as a norm, belongs to the last block. A head
-    that is tied to the embedding is in layer 0 with it.
+    def number_layers(self) -> Mapping[str, int]:
+        """Return the layer of each parameter by its name, from 0 at the inputs."""
+
+
+def _decay_by_layer(model: nn.Module, layer_decay: float | None) -> Iterator[Rule]:
+    """Yield the rules that layer-wise decay is short for: one of each layer, of which the last has a scale of 1.
 
     Raises:
         ConfigError: The model has no blocks.
     """
     if layer_decay is None:
         return
+    if isinstance(model, NumbersLayers):
+        numbers: Mapping[str, int] = model.number_layers()
+        last = max(numbers.values())
+    else:
+        numbers, last = _number_layers(model, layer_decay)
+    names: dict[int, list[str]] = {}
+    for name, number in numbers.items():
+        names.setdefault(number, []).append(name)
+    for number, own in sorted(names.items()):
+        match = f"^({'|'.join(map(re.escape, own))})$"
+        yield Rule(match=match, lr_scale=layer_decay ** (last - number), label=f"layer_{number}")
+
+
+def _number_layers(model: nn.Module, layer_decay: float) -> tuple[dict[str, int], int]:
+    """Return the layer of each parameter and the last layer, as timm (1.0) counts them in a vision transformer.
+
+    What comes before the blocks is layer 0, block i is layer i + 1, and the head, the last module, is the last layer.
+    What stands between the blocks and the head, such as a norm, belongs to the last block. A head that is tied to the
+    embedding is in layer 0 with it.
+
+    Raises:
+        ConfigError: The model has no blocks.
+    """
     towers = [*named_blocks(model).values()]
     blocks = towers[0] if len(towers) == 1 else None
     if not isinstance(blocks, nn.ModuleList) or not len(blocks):
@@ -195,12 +222,8 @@ def _decay_by_layer(model: nn.Module, layer_decay: float | None) -> Iterator[Rul
     for number, unit in numbered:
         for parameter in unit.parameters():
             layers.setdefault(parameter, number)
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters():
-        names.setdefault(layers.get(parameter, 0), []).append(name)  # 0: a parameter of the model itself
-    for number, own in sorted(names.items()):
-        match = f"^({'|'.join(map(re.escape, own))})$"
-        yield Rule(match=match, lr_scale=layer_decay ** (last - number), label=f"layer_{number}")
+    # 0: a parameter of the model itself
+    return {name: layers.get(parameter, 0) for name, parameter in model.named_parameters()}, last
 
 
 def _find_matches(rule: Rule, names: Mapping[nn.Parameter, Sequence[str]]) -> set[nn.Parameter]:
@@ -305,6 +328,7 @@ def divide_groups(optimizer: torch.optim.Optimizer, model: nn.Module, rules: Par
         ConfigError: A rule sets a weight decay, and the optimizer has none.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
+    with_decay = find_decayed(model)
     divided: list[tuple[float, dict[str, Any]]] = []
     for index, group in enumerate(optimizer.param_groups):
         members: dict[tuple[GroupSettings, bool], list[nn.Parameter]] = {}
@@ -312,9 +336,8 @@ def divide_groups(optimizer: torch.optim.Optimizer, model: nn.Module, rules: Par
             for decayed in (True, False) if settings.weight_decay is not None else (True,):
                 members[settings, decayed] = []
         for parameter in group["params"]:
-            name = names[parameter]
-            settings = rules.trained[name]
-            members[settings, settings.weight_decay is None or is_decayed(parameter, name)].append(parameter)
+            settings = rules.trained[names[parameter]]
+            members[settings, settings.weight_decay is None or parameter in with_decay].append(parameter)
         own_name = group.get("group_name", f"group_{index}")
         for (settings, decayed), parameters in members.items():
             changed = dict(group) | {"params": parameters, "lr": group["lr"] * settings.lr_scale}

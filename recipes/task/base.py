@@ -28,6 +28,7 @@ from recipes.lightning_internals import get_data, get_log_interval
 from recipes.loss import Loss, Term, divide, get_count, logged_by_count, sum_by_count
 from recipes.metrics import ValidationMetrics
 from recipes.model.flops import CountsFlops
+from recipes.model.norm import join_ranks
 from recipes.model.weights import await_checkpoint, initialize
 from recipes.numerics.collectives import average_over_ranks
 from recipes.numerics.ema import average_weights
@@ -273,6 +274,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         model = self.meta_model()
         self.prepare_first_weights(model)
         self._convert_model(model, shards_weights=self.engine.shards_weights)
+        join_ranks(model, self.engine.groups.data)
         if self._activation_checkpoint.changes_blocks:  # not every model has blocks
             self._activation_checkpoint.apply(list_blocks(model))
         if self._compile_blocks(model):

@@ -1,5 +1,6 @@
 """Initialize model weights randomly from the seed, or load published weights."""
 
+import functools
 import inspect
 import math
 import sys
@@ -97,7 +98,7 @@ def _initialize_base(model: nn.Module, seed: int) -> None:
     elif pretrained is None:
         as_model(model).init_weights(seed)
     else:
-        load_published(model, pretrained)
+        load_published(model, pretrained, seed=seed)
 
 
 def _find_own_class(model: nn.Module) -> type | None:
@@ -163,13 +164,14 @@ def restore_precision(model: nn.Module, seed: int) -> float | None:
     return math.sqrt(squares[0] / squares[1])
 
 
-def load_published(model: nn.Module, pretrained: str) -> None:
-    """Fill every parameter and buffer from published weights."""
+def load_published(model: nn.Module, pretrained: str, *, seed: int = 0) -> None:
+    """Fill every parameter and buffer from published weights; the seed is that of a new head."""
     # lazy: only runs that load published weights pay for importing safetensors
-    from recipes.model.weights import huggingface, torchvision
+    from recipes.model.weights import huggingface, timm_folder, torchvision
 
     load: dict[str, Callable[[Any, str], None]] = {
         "huggingface": huggingface.load_pretrained,
+        "timm": functools.partial(timm_folder.load_pretrained, seed=seed),
         "torchvision": torchvision.load_pretrained,
     }
     load[getattr(model, "published_format", "huggingface")](model, pretrained)

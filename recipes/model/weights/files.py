@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import zipfile
+from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
@@ -326,7 +327,8 @@ def _open_pickle(path: Path, setting: str) -> dict[str, Tensor]:
     # files from before torch 1.6 are no archives and cannot be mapped into memory
     is_archive = zipfile.is_zipfile(path)
     try:
-        opened = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+        with torch.serialization.safe_globals([Namespace]):  # timm's train.py saves its arguments beside the weights
+            opened = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except pickle.UnpicklingError as error:
         what = describe_error(error)
         if "more than tensors" not in what:
