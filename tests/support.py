@@ -248,9 +248,9 @@ class MaskedImages:
     targets_per_sample = None
     fingerprint = "masked"
 
-    def __init__(self, *, num_samples: int) -> None:
+    def __init__(self, *, num_samples: int, image_size: int = 8) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.images = torch.randn(num_samples, 1, 8, 8, generator=generator)  # [N, C, H, W]
+        self.images = torch.randn(num_samples, 1, image_size, image_size, generator=generator)  # [N, C, H, W]
         self.classes = torch.randint(10, (num_samples,), generator=generator)  # [N]
         self.classes[::3] = -100
 

@@ -35,6 +35,7 @@ PLAIN_IMAGES = {
     "random_horizontal_flip": False,
     "targets": "classes",
 }
+LARGER_IMAGES = {"_target_": "support.MaskedImages", "num_samples": 50, "image_size": 32}
 DRAWN_IMAGES = PLAIN_IMAGES | {"random_crop_padding": 2, "random_horizontal_flip": True}
 MIXED_IMAGES = {
     "_target_": "transformed_images.TransformedImages",
@@ -43,6 +44,7 @@ MIXED_IMAGES = {
 }
 # a batch norm would make the micro-batch part of the experiment
 SMALL_CLASSIFIER = ["model=resnet18", "model._target_=small_models.SmallClassifier", "data=digits", "optimizer.lr=1e-2"]
+_OF_TIMM = ["model=timm", "data=digits", "model.in_channels=1", "model.num_classes=10", "optimizer.lr=1e-3"]
 DECODER = [
     "data=random_tokens",
     "model.vocab_size=64",
@@ -73,6 +75,23 @@ MODELS: dict[str, tuple[list[str], dict[str, Any]]] = {
     ),
     "two towers": ([*DECODER, "model=gpt2_nano", "model._target_=small_models.TwoTowers"], TOKENS),
     "resnet18": (["model=resnet18", "data=digits", "optimizer.lr=1e-3"], IMAGES),
+    "vit": (
+        [
+            *_OF_TIMM,
+            "model.name=vit_tiny_patch16_224",
+            "model.image_size=32",
+            "model.arguments={depth: 2, patch_size: 8, embed_dim: 48, num_heads: 3}",
+        ],
+        LARGER_IMAGES,
+    ),
+    "convnext": (
+        [*_OF_TIMM, "model.name=convnext_atto", "model.arguments={depths: [1, 1, 2, 1], dims: [8, 16, 32, 64]}"],
+        LARGER_IMAGES,
+    ),
+    "sync resnet": (
+        [*_OF_TIMM, "model.name=resnet18", "model.norm=sync", "model.arguments={channels: [8, 16, 32, 64]}"],
+        LARGER_IMAGES,
+    ),
     "plain images": (SMALL_CLASSIFIER, PLAIN_IMAGES),
     "drawn images": (SMALL_CLASSIFIER, DRAWN_IMAGES),
     "mixed images": ([*SMALL_CLASSIFIER, "data=random_images", "model.in_channels=3"], MIXED_IMAGES),

@@ -1,7 +1,8 @@
 """Run many cases in one process group, as one rank: python run_cases.py <cases.json> <results.json>.
 
 A case is a list of overrides and nodes of data, loss and task that replace the composed ones; its result is the rows of
-metrics.csv and, if `count` is set, the bytes held by this rank. `overflow` selects a step and a rank.
+metrics.csv and, if `count` is set, the bytes held by this rank. `overflow` selects a step and a rank,
+`tensors` the tensors of the last checkpoint whose norms are in the result.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import gc
 import json
 import os
 import pickle
+import re
 import sys
 import time
 import traceback
@@ -24,6 +26,7 @@ from held_bytes import HeldBytes  # noqa: E402
 from support import COMPOSED, OverflowAt, composed_config, read_metrics, resolved  # noqa: E402
 
 from recipes.build import build  # noqa: E402
+from recipes.checkpoint.saved_tensor import open_tensors  # noqa: E402
 from recipes.model.init import unsharded_shape  # noqa: E402
 from recipes.strategy.deepspeed import strategy  # noqa: E402
 from recipes.strategy.deepspeed.partition import gather_in_compute_dtype  # noqa: E402
@@ -46,7 +49,13 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
     run.trainer.strategy.barrier()
     num_parameters = sum(unsharded_shape(weight).numel() for weight in run.task.parameters())
+    saved = open_tensors([*folder.glob("checkpoints/last/*.safetensors")]) if "tensors" in case else {}
     return {
+        "tensors": {
+            name: tensor.read().double().norm().item()
+            for name, tensor in saved.items()
+            if re.search(case["tensors"], name)
+        },
         "rows": read_metrics(folder) if run.trainer.is_global_zero else [],
         "held_bytes": counter.most,
         "num_parameters": num_parameters,

@@ -80,10 +80,11 @@ KEPT = {
 TWO_SHORT |= KEPT
 FOUR = _cases(["hsdp"], world_size=4, splits=SPLITS)
 FOUR_SHORT = {name: FOUR[name] for name in ("hsdp x4",)}
+TIMM = ("vit", "convnext", "sync resnet")
 OTHER_MODELS = {
     f"{model}, {name}": _cases([name], model=model, world_size=2, splits=[1])[f"{name} x1"]
     for model in MODELS
-    if model not in ("gpt2", "experts", "plain images", "drawn images", "mixed images")  # experts: test_moe.py
+    if model not in ("gpt2", "experts", "plain images", "drawn images", *TIMM)  # experts: test_moe.py
     for name in ONE_OF_EACH
 }
 SGD = {
@@ -102,13 +103,40 @@ DRAWN["drawn images, fsdp x2, loaded by 2 processes"] = DRAWN["drawn images, fsd
     "overrides": [*DRAWN["drawn images, fsdp x2"]["overrides"], "loader.num_workers=2"]
 }
 OTHER_MODELS |= DRAWN
+
+
+def _of_timm(names: list[str], *, model: str, world_size: int) -> dict[str, Any]:
+    """Cases whose last checkpoint is compared, too: running statistics, and the average of the weights."""
+    return {
+        f"{model}, {name}": made
+        | {
+            "overrides": [*made["overrides"], f"save_every={NUM_STEPS}", "ema_decay=0.8"],
+            "tensors": r"running_(mean|var)$|^optimizer/ema/",
+        }
+        for name, made in _cases(names, model=model, world_size=world_size, splits=SPLITS).items()
+    }
+
+
+OF_TIMM = {
+    name: made
+    for model in TIMM
+    for name, made in _of_timm(["ddp", "fsdp", "ZeRO-1", "ZeRO-2", "ZeRO-3"], model=model, world_size=2).items()
+}
+OTHER_MODELS |= OF_TIMM
 OTHER_SHORT = {
     name: OTHER_MODELS[name]
     for name in (
         *("llama, fsdp", "two towers, fsdp", "resnet18, ddp", "sgd, ZeRO-3, offload"),
-        *("drawn images, fsdp x2", "mixed images, ddp x4"),
+        *("drawn images, fsdp x2", "vit, fsdp x4", "convnext, ZeRO-3 x2", "sync resnet, fsdp x1"),
+        "sync resnet, ZeRO-2 x1",
     )
 }
+for _model in TIMM:
+    SINGLE |= {
+        name: made
+        for name, made in _of_timm(["single"], model=_model, world_size=1).items()
+        if name.endswith("x1") or (IS_LONG and _model != "sync resnet")
+    }
 if IS_LONG:
     SINGLE |= {
         f"{model}, {name}": made
@@ -204,7 +232,49 @@ def test_two_replicas_of_two_shards_give_the_curve_of_one_device(name: str, rows
     _equal(_of(rows, "four", FOUR, FOUR_SHORT, name, 4), reference)
 
 
-@pytest.mark.parametrize("name", _marked(OTHER_MODELS, OTHER_SHORT))
+@pytest.mark.parametrize(
+    "name",
+    [
+        *_marked(OF_TIMM, OTHER_SHORT),
+        *(f"{model}, single x{split}" for model in TIMM[:2] for split in (SPLITS if IS_LONG else ())),
+    ],
+)
+def test_models_of_timm_give_the_curve_statistics_and_average_of_one_device(
+    name: str, rows: Rows, run_group: Callable[..., dict[str, Any]]
+) -> None:
+    """Several micro-batches of a ResNet are compared with those of DDP, which have the same contents."""
+
+    def find(name: str) -> dict[str, Any]:
+        if "single" in name:
+            group, cases = "single", SINGLE
+        elif name in OTHER_SHORT:
+            group, cases = "models", OTHER_SHORT
+        else:
+            group, cases = "models long", _list_long()
+        world_size = 1 if group == "single" else 2
+        rows(group, cases, name, world_size=world_size)  # fails with the traceback of the case
+        return run_group(group, cases, world_size=world_size)[name]
+
+    model, split = name.partition(",")[0], name.rpartition("x")[2]
+    is_of_micro_batches = model == "sync resnet" and split != "1"
+    found = find(name)
+    reference = find(f"{model}, ddp x{split}" if is_of_micro_batches else f"{model}, single x1")
+    _equal(found["rows"], reference["rows"])
+    assert math.isclose(found["rows"][-1]["val/loss"], reference["rows"][-1]["val/loss"], rel_tol=1e-5)
+    assert found["tensors"].keys() == reference["tensors"].keys()
+    assert sum("running" in tensor for tensor in found["tensors"]) == (42 if model == "sync resnet" else 0)
+    assert sum("ema" in tensor for tensor in found["tensors"]) >= 28, "every parameter has an average"
+    for tensor, norm in found["tensors"].items():
+        assert math.isclose(norm, reference["tensors"][tensor], rel_tol=1e-5, abs_tol=1e-6), tensor
+
+
+def _list_long() -> dict[str, Any]:
+    return {name: made for name, made in OTHER_MODELS.items() if name not in OTHER_SHORT}
+
+
+@pytest.mark.parametrize(
+    "name", _marked({key: OTHER_MODELS[key] for key in OTHER_MODELS if key not in OF_TIMM}, OTHER_SHORT)
+)
 def test_other_models_and_optimizers_give_the_curve_of_one_device_too(name: str, rows: Rows) -> None:
     model = name.partition(",")[0]
     reference = rows("single", SINGLE, model, world_size=1)
