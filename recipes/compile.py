@@ -14,7 +14,12 @@ from recipes.torch_internals import CallbackTrigger, callback_handler, counters,
 
 
 def compile_blocks(
-    blocks: Collection[nn.Module], *, mode: str, leaves_out_hooks: bool = False, backend: str | None = None
+    blocks: Collection[nn.Module],
+    *,
+    mode: str,
+    leaves_out_hooks: bool = False,
+    has_fixed_shapes: bool = False,
+    backend: str | None = None,
 ) -> None:
     """Compile each block in place.
 
@@ -22,6 +27,8 @@ def compile_blocks(
         blocks: Modules of the same class, or of one class per tower.
         mode: `mode` of `torch.compile`.
         leaves_out_hooks: Whether the engine's hooks of a block cannot be traced, and are to run around its graph.
+        has_fixed_shapes: Whether each block is called with inputs of one shape. Blocks of one class have other sizes in
+            each stage of a network of images; inductor cannot lower a convolution whose size is dynamic (torch 2.13).
         backend: Backend of `torch.compile` instead of inductor; it has no modes.
     """
     # DDPOptimizer would split blocks at bucket boundaries; per-block graphs already overlap the all-reduce
@@ -30,7 +37,8 @@ def compile_blocks(
     # the blocks share one code object: every variant of any block (training, evaluation, a first size, changing sizes)
     # counts toward its recompile limit, beyond which torch falls back to eager
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 4 * len(blocks))
-    options: dict[str, Any] = {"dynamic": None} | ({"mode": mode} if backend is None else {"backend": backend})
+    options: dict[str, Any] = {"dynamic": False if has_fixed_shapes else None}
+    options |= {"mode": mode} if backend is None else {"backend": backend}
     for block in blocks:
         if leaves_out_hooks:
             block.forward = torch.compile(block.forward, **options)

@@ -68,6 +68,7 @@ class TimmModel(nn.Module):
         self.name = self.title = name
         self.num_classes = num_classes
         self.in_channels = in_channels
+        self.norm = norm
         self.pretrained = pretrained
         settings: dict[str, Any] = {"num_classes": num_classes, "in_chans": in_channels}
         settings |= {"img_size": image_size} if image_size is not None else {}

@@ -174,7 +174,8 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
 
     Attributes:
         input_kind: Kind of its samples, that of the model and the data, or several kinds.
-        has_fixed_shapes: Whether all its batches have one shape, so that trying algorithms for it pays.
+        has_fixed_shapes: Whether all its batches have one shape, so that trying algorithms for it, and
+            compiling for it alone, pays.
         is_causal: Whether what it predicts at a position depends on the inputs up to there only.
         supports: What modes and settings may ask of it, see `recipes.config.traits.TaskTraits`.
         frozen_sections: Sections of the config with the models that it asks and never trains.
@@ -315,8 +316,12 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         """Compile the blocks of a model if the run compiles; return whether it did."""
         if self._compile_mode is None or not named_blocks(model):
             return False
-        leaves_out_hooks = self.engine.gathers_by_hooks
-        compile_blocks(list_blocks(model), mode=self._compile_mode, leaves_out_hooks=leaves_out_hooks)
+        compile_blocks(
+            list_blocks(model),
+            mode=self._compile_mode,
+            leaves_out_hooks=self.engine.gathers_by_hooks,
+            has_fixed_shapes=self.has_fixed_shapes,
+        )
         return True
 
     def _materialize_frozen(self, frozen: FrozenModel) -> nn.Module:

@@ -13,6 +13,7 @@ _PACKAGES_OF_ONNX = ("onnx", "onnxscript", "onnxruntime")
 # what the hub takes: no leading or trailing - or ., none of them twice, at most 96 characters
 _REPOSITORY = re.compile(r"(?!.*(--|\.\.))\w([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)
 _MAX_NAME = 96
+_OF_TIMM = "recipes.model.timm_model.TimmModel"
 _OF_TRANSFORMERS = "recipes.model.huggingface.HuggingFace"
 
 
@@ -33,7 +34,10 @@ def check_export(run: ResolvedRun) -> Iterator[ConfigError]:
     model = str(run.config["model"]["_target_"])
     if layout == "transformers" and find_signature(model).constants.get("input_kind") in ("images", "tensors"):
         reason = f"transformers has no layout for {model.rpartition('.')[2]}"
-        yield ConfigError(shown, reason, "mode.format=safetensors, which lightning_recipes.load loads")
+        fix = "mode.format=timm" if model == _OF_TIMM else "mode.format=safetensors, which lightning_recipes.load loads"
+        yield ConfigError(shown, reason, fix)
+    if layout == "timm" and model != _OF_TIMM:
+        yield ConfigError(shown, f"timm has no {model.rpartition('.')[2]}", "mode.format=auto")
     if layout == "safetensors" and model == _OF_TRANSFORMERS:
         yield ConfigError(shown, "a model of transformers has its layout, in safetensors", "mode.format=transformers")
     if layout == "onnx":

@@ -1,4 +1,4 @@
-"""Export a model to a folder and verify it: for transformers, for `lr.load`, or as an ONNX graph; push it to the hub.
+"""Export a model and verify it: for transformers, timm or `lr.load`, or as an ONNX graph; push it to the hub.
 
 Every tensor is written and read once. A model whose class transformers knows has its layout; any other one is a file of
 safetensors and the settings with which it is constructed again.
@@ -30,12 +30,14 @@ from recipes.mode.export.record import (
     describe_inputs,
     describe_model,
     describe_outputs,
+    describe_preprocessing,
     find_example,
     format_record,
     make_example,
 )
 from recipes.mode.load import load_task
 from recipes.model.score import drop_value, has_score
+from recipes.model.timm_model import TimmModel
 from recipes.model.weights import restore_precision
 from recipes.model.weights.adapter import has_adapter, merge_adapter
 from recipes.model.weights.any_module import list_weights, save_weights
@@ -50,6 +52,7 @@ from recipes.model.weights.text_side import (
     load_exported_tokenizer,
     write_text_side,
 )
+from recipes.model.weights.timm_folder import export_folder, why_no_folder
 from recipes.numerics.nf4 import list_nf4
 from recipes.run_folder import (
     CHECKPOINTS,
@@ -78,7 +81,7 @@ def export(
     path: str | None,
     weights: Literal["trained", "ema"],
     adapter: Literal["merged", "merged_unquantized", "separate"],
-    format: Literal["auto", "transformers", "safetensors", "onnx"],
+    format: Literal["auto", "transformers", "timm", "safetensors", "onnx"],
     dtype: Literal["float32", "bfloat16", "float16"] | None,
     push_to: str | None,
     private: bool,
@@ -91,8 +94,8 @@ def export(
         weights: `trained`, or `ema` for their moving average.
         adapter: How to export an adapter: `merged` into the weights that it was trained beside, dequantized if those
             were in NF4; `merged_unquantized` into the weights from before quantization; or `separate` in peft's format.
-        format: `transformers`, which knows the architecture; `safetensors`, which `lr.load` loads; or `onnx`. `auto` is
-            the first one where it can be, else the second.
+        format: `transformers` or `timm`, which know the architecture; `safetensors`, which `lr.load` loads; or `onnx`.
+            `auto` is one of the first two where it can be, else `safetensors`.
         dtype: Dtype of the parameters; None is that of the published weights that the run started from, else that in
             which the run keeps them, as of an adapter alone. An ONNX graph is in float32.
         push_to: Repository of the Hugging Face hub, `<user or organization>/<name>`; None: nothing is pushed.
@@ -170,9 +173,21 @@ def _find_source(run: Run) -> Path | None:
 
 
 def _choose_layout(model: nn.Module, format: str) -> str:
-    """Return the format of a whole model."""
+    """Return the format of a whole model.
+
+    Raises:
+        ConfigError: timm was asked for, and has no such model.
+    """
+    reason = why_no_folder(model)
+    if format == "timm" and reason is not None:
+        raise ConfigError("mode.format=timm", reason, "mode.format=auto")
     if format != "auto":
         return format
+    if isinstance(model, TimmModel):
+        if reason is None:
+            return "timm"
+        LOGGER.info(f"Exported as safetensors, not for timm: {reason}")
+        return "safetensors"
     if (reason := why_no_format(model)) is None:
         return "transformers"
     if getattr(model, "input_kind", None) == "tokens":
@@ -250,6 +265,10 @@ def _write(run: Run, model: Any, folder: Path, layout: str, example: Tensor | No
             save_weights(model, unfinished)
             node = describe_model(run.model_node)
             check_loads(model, node, unfinished, is_own_training=run.has_own_training)
+        elif layout == "timm":
+            export_folder(
+                model, unfinished, class_names=run.data.class_names, preprocessing=describe_preprocessing(run, model)
+            )
         else:
             difference = write_onnx(
                 _make_eager(run, model), make_example(run, model) if example is None else example, unfinished

@@ -21,6 +21,7 @@ _LIBRARIES = {
     "sequence_classification": "transformers",
     "peft": "peft",
     "peft_sequence_classification": "peft",
+    "timm": "timm",
     "onnx": "onnx",
 }
 _FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
@@ -46,6 +47,9 @@ from transformers import AutoModelForSequenceClassification{tokenizer_class}
 base = AutoModelForSequenceClassification.from_pretrained({base!r}, num_labels=1, pad_token_id={pad_token_id})
 model = PeftModel.from_pretrained(base, "{place}")  # reward: model(**inputs).logits[:, 0]
 {tokenizer}""",
+    "timm": """import timm
+{download}
+model = timm.create_model(f"local-dir:{{folder}}", pretrained=True).eval()""",
     "safetensors": """import lightning_recipes as lr
 {download}
 model = lr.load(folder)  # {target}, in eval mode""",
@@ -81,6 +85,8 @@ def make_card(
     front: dict[str, Any] = {"library_name": _LIBRARIES.get(layout, "lightning-recipes"), "tags": ["lightning-recipes"]}
     if layout in ("transformers", "peft"):
         front["pipeline_tag"] = "text-generation"
+    if layout == "timm":
+        front["pipeline_tag"] = "image-classification"
     if layout in ("sequence_classification", "peft_sequence_classification"):
         front["pipeline_tag"] = "text-classification"
     front |= {} if licence is None else {"license": licence}

@@ -17,6 +17,7 @@ from torch.utils.data import default_collate
 from recipes.build import Run
 from recipes.config.check.origin import check_origin
 from recipes.config.instantiate import PARTIAL, TARGET, make
+from recipes.data.image_transform import ImageTransform
 from recipes.errors import ConfigError, ConfigErrors
 from recipes.foreign_file import reading
 from recipes.model.huggingface import HuggingFace
@@ -104,7 +105,23 @@ def describe_inputs(run: Run, model: Any, example: Tensor | None) -> dict[str, A
     dtype = str(example.dtype).removeprefix("torch.")
     described = {"kind": kind, "shape": [*example.shape[1:]], "dtype": dtype}
     transform = getattr(run.data.source, "transform", None)
-    return described if transform is None else described | {"transform": str(transform)}
+    if isinstance(transform, ImageTransform):
+        return described | {"transform": transform.describe_eval()}
+    return described if transform is None else described | {"transform": transform}
+
+
+def describe_preprocessing(run: Run, model: Any) -> dict[str, Any]:
+    """Return how a validation prepares images in the words of timm; empty where the data does it in another way."""
+    transform = getattr(run.data.source, "transform", None)
+    if not isinstance(transform, ImageTransform):
+        return {}
+    return {
+        "input_size": (model.in_channels, transform.size, transform.size),
+        "interpolation": transform.interpolation,
+        "mean": tuple(transform.mean),
+        "std": tuple(transform.std),
+        "crop_pct": transform.eval_crop,
+    }
 
 
 def describe_outputs(run: Run, model: Any, example: Tensor | None) -> dict[str, Any]:

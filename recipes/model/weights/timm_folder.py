@@ -7,7 +7,7 @@ channels of the first convolution and position embeddings of another image size 
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from recipes.errors import ConfigError
-from recipes.model.timm_model import TimmModel, make_timm
+from recipes.model.timm_model import TimmModel, import_timm, make_timm
+from recipes.model.weights.any_module import list_weights
 from recipes.model.weights.files import (
     PublishedWeights,
     WeightFile,
@@ -80,6 +81,47 @@ def load_pretrained(model: TimmModel, place: str, *, seed: int) -> None:
         )
     if resized:
         log.info("timm has fitted tensors of %s to the model: %s", place, _list(resized))
+
+
+def why_no_folder(model: nn.Module) -> str | None:
+    """Return why timm does not load a model; None if it does."""
+    if not isinstance(model, TimmModel):
+        return f"timm has no {type(model).__name__}"
+    if model.norm == "group":
+        return f"{model.name} has batch norms in timm, and those of model.norm=group here"
+    return None
+
+
+def export_folder(
+    model: TimmModel, folder: Path, *, class_names: Sequence[str] | None, preprocessing: Mapping[str, Any]
+) -> None:
+    """Write config.json and model.safetensors, which `timm.create_model("local-dir:…", pretrained=True)` loads.
+
+    Args:
+        model: Unsharded model.
+        folder: Existing folder.
+        class_names: Names of the outputs; None: they have none.
+        preprocessing: What timm's `resolve_data_config` shall find there, such as `input_size`, `mean` and `std`.
+
+    Raises:
+        OSError: The files cannot be written, or timm reads other values.
+    """
+    timm = import_timm()
+    tensors = {
+        name.removeprefix("inner."): tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in list_weights(model).items()
+    }
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        whole: Any = make_timm(model.name, model.settings)
+        whole.load_state_dict(tensors, assign=True)
+        described = {} if class_names is None else {"label_names": [*class_names]}
+        timm.models.save_for_hf(
+            whole, folder, model_config=described, safe_serialization=True, data_config=dict(preprocessing)
+        )
+        again = timm.create_model(f"local-dir:{folder}", pretrained=True).state_dict()
+    for name, tensor in tensors.items():
+        if name not in again or not torch.equal(again[name].to(tensor.dtype), tensor):
+            raise OSError(f"{folder}: timm reads {name} differently")
 
 
 def _read(place: str, setting: str) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
