@@ -12,11 +12,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from dataclasses import replace
 
+from recipes.build import Run, build  # isort: skip: before Lightning, whose import may need torchvision mended
+
 import lightning.pytorch as lightning
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from recipes.build import Run, build
 from recipes.config import compose_and_check
 from recipes.runtime.console import open_console
 from recipes.runtime.environment import describe_environment

@@ -162,29 +162,39 @@ def measure_tables(folder: Path) -> list[dict[str, str]]:
     from sklearn.preprocessing import StandardScaler
 
     rows = []
+    regression = ["recipe=regression", "loss.center=152", "loss.scale=77"]
+    classes = ["recipe=regression", "task=classification", "data.target_kind=classes", "model.num_classes=2"]
     sets = {
-        "diabetes": (load_diabetes(), "recipe=regression", "val/r2", LinearRegression()),
-        "breast cancer": (load_breast_cancer(), "recipe=multi_label", "val/accuracy", LogisticRegression()),
+        "diabetes": (load_diabetes(), regression, "val/r2", LinearRegression()),
+        "breast cancer": (load_breast_cancer(), [*classes, "loss=bce"], "val/accuracy", LogisticRegression()),
     }
     for name, (loaded, recipe, measure, peer) in sets.items():
         is_val = np.arange(len(loaded.target)) % 5 == 0
-        targets: Any = loaded.target.astype(float if measure == "val/r2" else int).tolist()
+        targets = loaded.target.astype(float if measure == "val/r2" else int)
+        by_chance = np.random.default_rng(0).permutation(targets[~is_val])
         columns = [str(column).replace(" ", "_") for column in loaded.feature_names]
-        files = {}
-        for split, chosen in (("train", ~is_val), ("val", is_val)):
-            of_split = [target for target, is_in in zip(targets, chosen, strict=True) if is_in]
-            files[split] = write_table(folder / f"{name} {split}.csv", loaded.data[chosen], of_split, columns)
-        fitted = make_pipeline(StandardScaler(), peer).fit(loaded.data[~is_val], loaded.target[~is_val])
-        score = float(fitted.score(loaded.data[is_val], loaded.target[is_val]))
+        parts = {"train": (~is_val, targets[~is_val]), "val": (is_val, targets[is_val]), "chance": (~is_val, by_chance)}
+        files = {
+            part: write_table(folder / f"{name} {part}.csv", loaded.data[chosen], of_part.tolist(), columns)
+            for part, (chosen, of_part) in parts.items()
+        }
+        fitted = make_pipeline(StandardScaler(), peer).fit(loaded.data[~is_val], targets[~is_val])
+        score = float(fitted.score(loaded.data[is_val], targets[is_val]))
         rows.append(summarize(f"{name}, scikit-learn's {type(peer).__name__}", [score], measure=measure, minutes=0.0))
-        typed = [recipe, f"data.path={files['train']}", f"data.val_path={files['val']}"]
-        linear, chance = ["model.widths=[]"], ["data.shuffle_targets=true"]
-        for label, more in (("linear", linear), ("two layers", []), ("two layers, targets by chance", chance)):
+        typed = [*recipe, f"model.num_inputs={len(columns)}", f"data.val_path={files['val']}", "eval_every=500"]
+        linear, wide = ["model.hidden_sizes=[]", "optimizer.lr=1e-2"], ["model.hidden_sizes=[64]"]
+        variants = {
+            "linear": ("train", linear),
+            "one hidden layer": ("train", wide),
+            "one hidden layer, targets by chance": ("chance", wide),
+        }
+        for label, (part, more) in variants.items():
+            all_typed = [*typed, f"data.path={files[part]}", *more]
             rows.append(
                 over_seeds(
                     f"{name}, {label}",
-                    lambda seed, typed=typed, label=label, more=more: train(  # type: ignore[misc]
-                        folder / f"{typed[0]} {label} {seed}", [*typed, *more], seed
+                    lambda seed, label=f"{name} {label}", all_typed=all_typed: train(  # type: ignore[misc]
+                        folder / f"{label} {seed}", all_typed, seed
                     ),
                     measure=measure,
                 )

@@ -26,6 +26,7 @@ from recipes.tokenizer import Tokenizer
 
 _ARRAYS = ".npz"
 _NUM_NAMED = 8  # columns that an error names
+_FAR = 5.0  # deviations of a mean from 0, or the deviation: then a model takes long to learn these numbers
 
 
 class Table:
@@ -138,7 +139,7 @@ class Table:
         """Return the numbers of rows, inputs and targets."""
         train, val = self._parts["train"], self._parts["val"]
         if train.class_names is None:
-            what = count(train.targets.shape[1], "value")
+            what = _describe_values(train.targets)
         elif train.targets.ndim == 2:
             what = count(len(train.class_names), "label")
         else:
@@ -309,6 +310,14 @@ class TableRows(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return one sample: inputs [F] float, targets [] int64 or [V] float."""
         return {"inputs": self._scaling(self._rows.inputs[index]), "targets": self._rows.targets[index]}
+
+
+def _describe_values(values: Tensor) -> str:
+    """Return the number of values [N, V] per row, and what a model would learn more easily than they are."""
+    center, scale = float(values.double().mean()), float(values.double().std(correction=0))
+    said = f"{count(values.shape[1], 'value')} of mean {center:.4g} and deviation {scale:.4g}"
+    is_far = scale > 0 and (abs(center) > _FAR * scale or not 1 / _FAR < scale < _FAR)
+    return f"{said}, learned faster with loss.center={center:.4g} loss.scale={scale:.4g}" if is_far else said
 
 
 def _divide(rows: _Rows, fraction: float) -> tuple[_Rows, _Rows]:

@@ -166,6 +166,16 @@ def test_one_output_is_compared_with_one_number_and_not_with_all_of_the_batch() 
         MSE()(torch.zeros(4, 3), {"targets": targets})
 
 
+def test_numbers_far_from_0_are_learned_centered_and_scaled_and_measured_in_their_own_unit() -> None:
+    targets = torch.tensor([150.0, 240.0, torch.nan])
+    loss, outputs = MSE(center=150.0, scale=90.0), torch.tensor([[0.0], [2.0], [5.0]])
+    assert loss(outputs, {"targets": targets})[0].sum == 1.0, "(2 - 1)^2: the model learns 0 and 1"
+    predicted, known = loss.to_metrics(outputs, {"targets": targets})
+    assert (predicted.tolist(), known.tolist()) == ([150.0, 330.0], [150.0, 240.0])
+    assert loss.to_predictions(outputs, {"targets": targets})["values"].tolist() == [150.0, 330.0, 600.0]
+    assert Huber(delta=0.5, center=150.0, scale=90.0)(outputs, {"targets": targets})[0].sum == 0.375
+
+
 def test_padding_columns_of_the_outputs_are_in_no_loss() -> None:
     padded = torch.cat([outputs().detach(), torch.full((B, 3), -torch.inf, dtype=torch.float64)], dim=1)  # [B, V + 3]
     for loss in (CrossEntropy(label_smoothing=0.1, z_loss=1e-3), CrossEntropy(class_weights=WEIGHTS)):
