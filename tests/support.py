@@ -42,6 +42,25 @@ TINY = (
 )
 
 
+RECIPES_OF_IMAGES = (
+    *("resnet50_imagenet", "convnext_tiny_imagenet", "vit_small_imagenet"),
+    *("finetune_vision", "linear_probe"),
+)
+
+
+def write_images(folder: Path, *, size: int = 8, num_images: int = 12) -> Path:
+    """Write random images of two classes, a third of them for validation, and return the folder."""
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(0)
+    for number in range(num_images):
+        path = folder / ("train" if number % 3 else "val") / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = torch.randint(256, (size, size, 3), generator=generator, dtype=torch.uint8)  # [H, W, C]
+        Image.fromarray(pixels.numpy()).save(path)
+    return folder
+
+
 def needed_by(recipe: str, folder: Path, *, model: str = "") -> list[str]:
     """Return the overrides without which a recipe or model does not compose: a disk, data, or a published model."""
     if model == "huggingface":
@@ -51,12 +70,14 @@ def needed_by(recipe: str, folder: Path, *, model: str = "") -> list[str]:
         return [f"model.name={folder}", *needed_by(recipe, folder)]
     if recipe.endswith("_nvme"):
         return [f"strategy.nvme_path={folder}"]
+    if recipe in RECIPES_OF_IMAGES or model == "timm":
+        return [f"data.path={write_images(folder / 'photos')}"]
     path = folder / "rows.jsonl"
     if recipe in ("dpo", "orpo", "simpo", "kto", "reward_model"):
         pairs = ({"prompt": f"{i}+{i}=", "chosen": f"{2 * i}", "rejected": f"{2 * i + 1}"} for i in range(200))
         path.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
         return [f"data.path={path}"]
-    if recipe == "grpo":
+    if recipe in ("grpo", "ppo"):
         rows = ({"prompt": f"{i}+{i}=", "answer": f"{2 * i}"} for i in range(200))
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         return [f"data.path={path}", "reward=numeric", "rollout.max_new_tokens=16"]

@@ -208,7 +208,7 @@ def _number_layers(model: nn.Module, layer_decay: float) -> tuple[dict[str, int]
     """
     towers = [*named_blocks(model).values()]
     blocks = towers[0] if len(towers) == 1 else None
-    if not isinstance(blocks, nn.ModuleList) or not len(blocks):
+    if not isinstance(blocks, nn.ModuleList | nn.Sequential) or not len(blocks):
         name = getattr(model, "title", type(model).__name__)
         what = f"{len(towers)} towers of them" if len(towers) > 1 else "none"
         reason = f"it counts the blocks of a model, and {name} has {what}"
