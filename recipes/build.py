@@ -36,7 +36,7 @@ from recipes.checkpoint.start_from import FrozenBase, SourceRun, Weights, read_b
 from recipes.config.check.doubts import find_doubts
 from recipes.config.check.types import to_setting
 from recipes.config.compose import Config, freeze
-from recipes.config.instantiate import PARTIAL, make, make_model, make_optimizer
+from recipes.config.instantiate import PARTIAL, TARGET, make, make_model, make_optimizer
 from recipes.config.own_code import describe_own_code, find_edits
 from recipes.config.resolved import ResolvedRun
 from recipes.config.resume import find_tokenizer, is_other_data, list_saved_parts
@@ -267,6 +267,7 @@ def _prepare_weights(
     free = read_free_at_resume(config["model"]) | {*resolved.task.unused_model_settings}
     settings = read_settings_of_weights(config["model"])
     task.model_settings = {key: value for key, value in settings.items() if key not in free}
+    task.model_arguments = {key: value for key, value in config["model"].items() if key not in (TARGET, PARTIAL)}
     if starts_from is not None:
         weights: Weights = config["start_from_weights"]
         source = _find_source(resolved, starts_from, weights, reader, task.model_settings)

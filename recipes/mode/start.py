@@ -23,6 +23,7 @@ from recipes.files import describe, write_atomically
 from recipes.lightning_internals import get_callbacks
 from recipes.logger.csv import CsvLogger
 from recipes.model.init import unsharded_shape
+from recipes.model.norm import describe_ghosts
 from recipes.optimizer.rules import format_rows
 from recipes.run_folder import (
     CHECKPOINTS,
@@ -249,6 +250,14 @@ def _describe_task(run: Run, setup: str, resumed_from: Path | None) -> Iterator[
         f"{' per rank' if get_engine(trainer).data_size > 1 else ''};"
         f" {steps} {'is' if trainer.max_steps == 1 else 'are'} {samples}, {run.data.describe_epochs(num_samples)}"
     )
+    ghosts = describe_ghosts(
+        run.task.model,
+        micro_batch_size=plan.global_batch_size // (num * get_engine(trainer).data_size),
+        num_ranks=get_engine(trainer).data_size,
+        global_batch_size=plan.global_batch_size,
+    )
+    if ghosts is not None:
+        yield ghosts
     pipeline = get_engine(trainer).pipeline
     if pipeline is not None:
         yield f"pipeline: {pipeline.describe()}"

@@ -62,6 +62,29 @@ def join_ranks(model: nn.Module, group: dist.ProcessGroup | None) -> None:
             module.ranks = (group or dist.group.WORLD) if several else None
 
 
+def describe_ghosts(model: nn.Module, *, micro_batch_size: int, num_ranks: int, global_batch_size: int) -> str | None:
+    """Return whose statistics batch norms compute with if not with those of a whole step, and what to type.
+
+    Args:
+        model: Model, sharded or not.
+        micro_batch_size: Samples per forward pass of a rank.
+        num_ranks: Data-parallel ranks.
+        global_batch_size: Samples of a step.
+
+    Returns:
+        One line; None: the model has no batch norm that is trained, or the statistics are those of the step.
+    """
+    is_synced = any(isinstance(module, SyncNorm) for module in model.modules())
+    num_samples = micro_batch_size * (num_ranks if is_synced else 1)
+    if num_samples == global_batch_size or not (is_synced or list_batch_norms(model)):
+        return None
+    ways = [] if is_synced or num_ranks == 1 else ["model.norm=sync takes those of all ranks"]
+    if micro_batch_size * num_ranks < global_batch_size:
+        ways.append(f"micro_batch_size={global_batch_size // num_ranks} those of the step on a rank")
+    ways.append("model.norm=group none")
+    return f"batch norm: statistics of {num_samples} of the {global_batch_size} samples of a step; {', '.join(ways)}"
+
+
 class InPlaceOfBatchNorm(nn.Module):
     """The parameters of a batch norm, and what its class does after it, such as timm's activation."""
 

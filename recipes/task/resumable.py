@@ -69,6 +69,7 @@ class Resumable(OnEngine):
         has_known_state: Whether the optimizer is torch's or one of these, whose tensors are float32 or of the dtype of
             their parameter; others may keep whole numbers or codes.
         model_settings: Settings of the model that change what its weights compute, for the checkpoint.
+        model_arguments: All settings of the model, for advice on them.
         setting_of_another_model: What was set if the checkpoint is of another model.
         fix_of_another_model: What to type if the checkpoint is of another model.
         first_weights: Weights of another run that this one starts from, or that are frozen beside its adapter.
@@ -79,6 +80,7 @@ class Resumable(OnEngine):
     awaits_checkpoint = False
     has_known_state = False
     model_settings: Mapping[str, Any] = MappingProxyType({})
+    model_arguments: Mapping[str, Any] = MappingProxyType({})
     setting_of_another_model = "resume=…"
     fix_of_another_model = "resume=<a run of this model>"
     first_weights: SourceRun | FrozenBase | None = None

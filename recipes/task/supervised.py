@@ -111,7 +111,7 @@ class Supervised(TrainingTask):
         sizes = [*inputs.shape[1:]]
         said = said.partition("\n")[0].rstrip(".")
         reason = f"the inputs of a sample are [{', '.join(map(str, sizes))}], and torch says: {said}"
-        numbers = {name: value for name, value in self.model_settings.items() if type(value) is int}
+        numbers = {name: value for name, value in self.model_arguments.items() if type(value) is int}
         for name, value in numbers.items():
             for size in dict.fromkeys(sizes):
                 if size != value and self._takes(type(model), {name: size}, inputs):
@@ -124,7 +124,7 @@ class Supervised(TrainingTask):
         """Return whether a model with a changed setting takes these inputs."""
         try:
             with torch.device("meta"):
-                model_class(**{**self.model_settings, **changed}).eval()(inputs.to("meta"))
+                model_class(**{**self.model_arguments, **changed}).eval()(inputs.to("meta"))
         except (RuntimeError, TypeError, ValueError):
             return False
         return True

@@ -88,7 +88,8 @@ def _check_batch_norm(run: ResolvedRun) -> Iterator[ConfigError]:
     if not run.mode.takes_steps or not isinstance(stride, int) or not isinstance(size, int):
         return
     pixels = stride if model.get("small_images") else 4 * stride
-    is_synced = run.config["trainer"].get("sync_batchnorm") and run.ranks.world_size > 1
+    norm = model.get("norm", "batch")
+    is_synced = norm in ("group", "frozen") or (norm == "sync" and run.ranks.world_size > 1)
     if run.accumulation.micro_batch_size == 1 and size <= pixels and not is_synced:
         smallest = 2 * run.num_data_ranks
         batch = "" if run.global_batch_size % smallest == 0 else f" global_batch_size={smallest}"

@@ -18,7 +18,7 @@ import yaml
 
 from recipes.config.check.types import to_setting
 from recipes.config.resolved import ResolvedRun
-from recipes.config.signature import read_signature
+from recipes.config.signature import find_signature, read_signature
 from recipes.config.traits import StrategyTraits, read_strategy
 from recipes.config.trust import CONF
 from recipes.errors import ConfigError, type_command, type_extra
@@ -64,12 +64,19 @@ def check_strategy(run: ResolvedRun) -> Iterator[ConfigError]:
             f"CUDA_VISIBLE_DEVICES={ids} {type_command(f'… trainer.devices={len(devices)}')}",
         )
     if trainer.get("sync_batchnorm"):
-        yield from _check_sync_batchnorm(traits, to_setting(trainer["sync_batchnorm"]))
+        takes_norm = "norm" in find_signature(run.config["model"]["_target_"]).parameters
+        yield from _check_sync_batchnorm(traits, to_setting(trainer["sync_batchnorm"]), takes_norm=takes_norm)
     yield from check_toolchain(run)
 
 
-def _check_sync_batchnorm(traits: StrategyTraits, typed: str) -> Iterator[ConfigError]:
-    if traits.needs_process_group and not traits.syncs_batch_norm:
+def _check_sync_batchnorm(traits: StrategyTraits, typed: str, *, takes_norm: bool) -> Iterator[ConfigError]:
+    if takes_norm:
+        yield ConfigError(
+            f"trainer.sync_batchnorm={typed}",
+            "it is for GPUs under strategy=ddp, and this model has a norm for every strategy and device",
+            "model.norm=sync trainer.sync_batchnorm=false",
+        )
+    elif traits.needs_process_group and not traits.syncs_batch_norm:
         yield ConfigError(
             f"trainer.sync_batchnorm={typed} {traits.typed}",
             "batch norm statistics are synchronized under strategy=ddp only",

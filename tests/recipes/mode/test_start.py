@@ -19,7 +19,13 @@ class FakeRun:
         self.trainer = SimpleNamespace(world_size=1, max_steps=10, global_step=7, strategy=strategy)
         self.accumulation = SimpleNamespace(global_batch_size=8, num_micro_batches=1)
         empty: dict[str, Any] = {"parameters": list, "named_parameters": list}
-        known = {"model_name": "GPT2", "whole_model": None, "model": None, "first_weights": None, "group_rows": []}
+        known = {
+            "model_name": "GPT2",
+            "whole_model": None,
+            "model": torch.nn.Identity(),
+            "first_weights": None,
+            "group_rows": [],
+        }
         self.has_own_training = False
         self.task = SimpleNamespace(device=torch.device(device), **known, **empty)
         self.data = SimpleNamespace(describe_epochs=lambda num_samples: f"{num_samples / 80:.3g} epochs")

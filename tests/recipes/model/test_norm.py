@@ -9,7 +9,7 @@ from timm_models import make_images, small
 from torch import nn
 
 from recipes.errors import ConfigError
-from recipes.model.norm import Norm, join_ranks, replace_batch_norms
+from recipes.model.norm import Norm, describe_ghosts, join_ranks, replace_batch_norms
 from recipes.model.resnet import ResNet18
 from recipes.model.weights import initialize
 
@@ -110,12 +110,13 @@ def test_both_kinds_of_resnet_have_the_setting() -> None:
 
 def test_four_ranks_give_the_gradients_and_statistics_of_one_device_with_the_whole_batch() -> None:
     images, whole = make_images(8, size=9).double(), convolutions("batch")
+    models = [convolutions("sync") for _ in range(4)]  # here: threads share the generator that draws the weights
     for _ in range(2):
         loss = whole(images).pow(3).sum()
         loss.backward()
 
     def on_rank(rank: int) -> Any:
-        model = convolutions("sync")
+        model = models[rank]
         join_ranks(model, None)
         for _ in range(2):
             part = model(images[2 * rank : 2 * rank + 2]).pow(3).sum()
@@ -131,5 +132,21 @@ def test_four_ranks_give_the_gradients_and_statistics_of_one_device_with_the_who
         for buffer, expected in zip(buffers, whole.buffers(), strict=True):
             assert torch.allclose(buffer, expected, rtol=1e-12)
     # the control: the statistics of each rank alone are others
-    alone = run_on_threads(lambda rank: convolutions("sync")(images[2 * rank : 2 * rank + 2]).pow(3).sum().detach())
-    assert not torch.allclose(torch.stack(alone).sum(), loss, rtol=1e-2)
+    alone = torch.stack([convolutions()(part).pow(3).sum() for part in images.split(2)]).sum()
+    assert not torch.allclose(alone, loss, rtol=1e-2)
+
+
+def test_statistics_of_a_part_of_a_step_are_named_with_what_to_type() -> None:
+    of_step = {"micro_batch_size": 4, "num_ranks": 2, "global_batch_size": 16}
+    found = describe_ghosts(convolutions(), **of_step)
+    assert found == (
+        "batch norm: statistics of 4 of the 16 samples of a step; model.norm=sync takes those of all ranks,"
+        " micro_batch_size=8 those of the step on a rank, model.norm=group none"
+    )
+    found = describe_ghosts(convolutions("sync"), **of_step)
+    assert found is not None
+    assert found.startswith("batch norm: statistics of 8 of the 16 samples of a step; micro_batch_size=8")
+    assert describe_ghosts(convolutions("sync"), **of_step | {"micro_batch_size": 8}) is None
+    assert describe_ghosts(convolutions(), **of_step | {"micro_batch_size": 16, "num_ranks": 1}) is None
+    for norm in ("group", "frozen"):
+        assert describe_ghosts(convolutions(norm), **of_step) is None  # type: ignore[arg-type]

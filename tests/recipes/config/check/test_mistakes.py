@@ -220,6 +220,10 @@ MESSAGES = {
     "strategy=fsdp strategy.gradient_sync=step": (
         "strategy.gradient_sync=step: it takes per_micro_batch or per_step; type strategy.gradient_sync=per_step"
     ),
+    "model=resnet18 strategy=fsdp trainer.sync_batchnorm=true": (
+        "trainer.sync_batchnorm=true: it is for GPUs under strategy=ddp, and this model has a norm for every strategy"
+        " and device; type model.norm=sync trainer.sync_batchnorm=false"
+    ),
     "strategy=fsdp trainer.sync_batchnorm=true": (
         "trainer.sync_batchnorm=true strategy=fsdp: batch norm statistics are synchronized under strategy=ddp only; type strategy=ddp"
     ),
