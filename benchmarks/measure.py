@@ -28,8 +28,9 @@ RESULTS = Path(__file__).parent / "results"
 class InTurn(Callback):
     """Runs another loop's step before each recipe step and times both, so that drift affects them equally."""
 
-    def __init__(self, other_step: Callable[[], None]) -> None:
+    def __init__(self, other_step: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> None:
         self.other_step = other_step
+        self.clock = clock
         self.other: list[float] = []
         self.recipe: list[float] = []
         self._began: float | None = None
@@ -38,13 +39,13 @@ class InTurn(Callback):
         if batch_idx % trainer.accumulate_grad_batches:
             return
         wait_for_device()
-        ended = time.perf_counter()
+        ended = self.clock()
         if self._began is not None:
             self.recipe.append(ended - self._began)
-        began = time.perf_counter()
+        began = self.clock()
         self.other_step()
         wait_for_device()
-        self._began = time.perf_counter()
+        self._began = self.clock()
         self.other.append(self._began - began)
 
 
@@ -67,7 +68,12 @@ def build_run(overrides: Sequence[str]) -> Run:
 
 
 def run_in_turn(
-    overrides: Sequence[str], other_step: Callable[[], object], *, skip: int, with_callbacks: bool = True
+    overrides: Sequence[str],
+    other_step: Callable[[], object],
+    *,
+    skip: int,
+    with_callbacks: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[float], list[float]]:
     """Run a recipe and another loop in turns; return the paired step seconds of both.
 
@@ -76,8 +82,9 @@ def run_in_turn(
         other_step: Executes one step of the other loop.
         skip: Number of initial steps to exclude.
         with_callbacks: Whether the recipe keeps its default callbacks, metric logging and checkpoints.
+        clock: Returns seconds, of all threads of this process with `time.process_time`.
     """
-    run, in_turn = build_run(overrides), InTurn(other_step)
+    run, in_turn = build_run(overrides), InTurn(other_step, clock)
     if not with_callbacks:
         run.trainer.callbacks.clear()  # type: ignore[attr-defined]
     run.trainer.callbacks.insert(0, in_turn)  # type: ignore[attr-defined]

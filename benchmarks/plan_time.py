@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from measure import report  # isort: skip: it imports Lightning behind recipes
+
 import lightning.pytorch as lightning
 import torch
 from lightning.pytorch.callbacks import Callback
-from measure import report
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 

@@ -25,6 +25,10 @@ EXPERTS = [*LLAMA, "model=mixtral_nano"]
 DEEP = [*GPT, "model.num_layers=12", "model.hidden_size=128"]
 WIDE = [*GPT, "model.num_layers=2", "model.hidden_size=512"]
 RESNET = ["model=resnet18", "data=digits", "metrics=classification", "callbacks=[grad_norm]"]
+_IMAGES = ["model=timm", "data=random_images", "metrics=classification", "global_batch_size=4"]
+TIMM_RESNET = [*_IMAGES, "model.name=resnet50"]
+TIMM_VIT = [*_IMAGES, "model.name=vit_base_patch16_224"]
+TIMM_CONVNEXT = [*_IMAGES, "model.name=convnext_tiny"]
 FEW_TOKENS = ["seq_len=16", "model.max_seq_len=16", "global_batch_size=1"]  # the optimizer step may be the peak
 RECOMPUTE = "activation_checkpoint=full"
 SELECTIVE = "activation_checkpoint=selective"
@@ -77,6 +81,18 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "resnet18, bf16-mixed": (1, [*RESNET, "global_batch_size=64", "precision=bf16-mixed"]),
     "resnet18, recomputed": (1, [*RESNET, "global_batch_size=64", RECOMPUTE]),
     "resnet18, selective": (1, [*RESNET, "global_batch_size=64", SELECTIVE]),
+    "resnet50 of timm": (1, TIMM_RESNET),
+    "resnet50 of timm, bf16-mixed": (1, [*TIMM_RESNET, "precision=bf16-mixed"]),
+    "resnet50 of timm, recomputed": (1, [*TIMM_RESNET, RECOMPUTE]),
+    "convnext_tiny of timm": (1, TIMM_CONVNEXT),
+    "convnext_tiny of timm, bf16-mixed": (1, [*TIMM_CONVNEXT, "precision=bf16-mixed"]),
+    "convnext_tiny of timm, selective": (1, [*TIMM_CONVNEXT, SELECTIVE]),
+    "vit_base of timm": (1, TIMM_VIT),
+    "vit_base of timm, bf16-mixed, 2 micro-batches": (
+        1,
+        [*TIMM_VIT, "precision=bf16-mixed", "micro_batch_size=2"],
+    ),
+    "vit_base of timm, recomputed": (1, [*TIMM_VIT, RECOMPUTE]),
     "ddp": (2, [*GPT, "strategy=ddp"]),
     "ddp, bf16-mixed, 2 micro-batches": (2, [*GPT, "strategy=ddp", "precision=bf16-mixed", "micro_batch_size=2"]),
     "ddp, llama, recomputed": (2, [*LLAMA, "strategy=ddp", RECOMPUTE]),

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from recipes.config import compose_and_check  # isort: skip  # before Lightning, as in conftest.py
+
 import lightning.pytorch as lightning
 import numpy as np
 import torch
@@ -20,7 +22,6 @@ from lightning.pytorch.callbacks import Callback
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recipes.config import compose_and_check
 from recipes.config.resolved import ResolvedRun
 from recipes.data.conversations.rows import pad_rows
 

@@ -15,7 +15,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from recipes.blocks import apart
 
@@ -59,7 +61,37 @@ def _flops_of_sample(model: Any, shape: Sequence[int]) -> Flops | None:
     if hasattr(model, "flops_per_sample") and shape[1] == shape[2]:
         per_sample: Flops = model.flops_per_sample(shape[1])
         return per_sample
+    if getattr(model, "input_kind", None) in ("images", "tensors") and next(model.parameters()).is_meta:
+        return _flops_of_products(model, shape)
     return None
+
+
+def _flops_of_products(model: nn.Module, shape: Sequence[int]) -> Flops | None:
+    """Return the FLOPs of a sample of numbers, from the products that a forward pass on the meta device calls.
+
+    A product with a weight takes as much again for the gradient of its inputs and for that of the weight. Attention has
+    no causal mask in such models. None if the forward pass reads values.
+    """
+    size = 2  # batch statistics of one sample have no variance
+    dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
+            model(torch.empty(size, *shape, dtype=dtype, device="meta"))  # [2, ...]
+    except (RuntimeError, NotImplementedError):  # the plan and the meter of a run, which run it too, say why
+        return None
+    per_weight = flops_per_weight(model)
+    share = _backward_share(model, per_weight)
+    counts = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
+    root = type(model).__name__
+    total = 0.0
+    for name, module in model.named_modules():
+        path = f"{root}.{name}" if name else root
+        inside = sum(counts.get(f"{path}.{child}", 0) for child, _ in module.named_children())
+        own = counts.get(path, 0) - inside
+        weights = [per_weight[weight] for weight in module.parameters(recurse=False)]
+        # 2, 4 or 6 FLOPs for each multiply-add, of which the forward pass is 2
+        total += own * (max(weights) / 2 if weights else 3 * share)
+    return Flops(palm=total / size, causal=total / size)
 
 
 def _flops_of_tokens(model: Any, num_tokens: float, *, row_length: float) -> Flops | None:

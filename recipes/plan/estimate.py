@@ -196,7 +196,7 @@ class Estimator:
         def scale_seconds(a: Seconds, b: Seconds, c: Seconds) -> Seconds:
             values = {
                 kind: scale(getattr(a, kind), getattr(b, kind), getattr(c, kind))
-                for kind in ("matmul", "attention", "memory")
+                for kind in ("matmul", "convolution", "attention", "memory")
             }
             launches = c.num_launches if tensor > 1 else a.num_launches
             waiting = max(launches * recorded.launch_seconds - sum(values.values()), 0.0)
@@ -213,7 +213,7 @@ class Estimator:
             num_parameters=one.num_parameters / tensor,
             forward=forward.total,
             backward=backward.total,
-            weights=backward.matmul / 2,
+            weights=(backward.matmul + backward.convolution) / 2,
             kept=scale(one.kept_bytes, more.kept_bytes, divided.kept_bytes),
             extra=scale(one.extra_bytes, more.extra_bytes, divided.extra_bytes),
             sent={is_sum: (size, calls // divided.num_copies) for is_sum, (size, calls) in sent.items()},

@@ -241,6 +241,8 @@ def time_operators(ops: Sequence[Op], timer: OperatorTimer, *, factor: float) ->
         part.num_launches += op.cost.num_launches
         if op.cost.kind == "matmul":
             part.matmul += seconds
+        elif op.cost.kind == "convolution":
+            part.convolution += seconds
         elif op.cost.kind == "attention":
             part.attention += seconds
         else:

@@ -19,7 +19,8 @@ class Rates:
     Attributes:
         tflops: Dense peak by kind of arithmetic: `bf16`, `fp16`, `fp32`.
         bandwidth: Peak memory bandwidth, bytes per second.
-        matmul: Fraction of the peak that matrix products achieve.
+        matmul: Fraction of the peak that matrix products achieve, and convolutions with their channels padded to the
+            tiles of tensor cores. A convolution of few channels per group takes the float32 peak without them.
         attention: Fraction that fused attention achieves on long sequences, (forward, backward).
         attention_keys: Sequence length at which it achieves half of that, (forward, backward).
         memory: Fraction of the bandwidth that elementwise kernels achieve.
@@ -70,6 +71,7 @@ class Seconds:
 
     Attributes:
         matmul: Matrix products.
+        convolution: Convolutions.
         attention: Fused attention.
         memory: Everything limited by memory traffic.
         waiting: Time in which the device waits for the host to launch kernels.
@@ -77,6 +79,7 @@ class Seconds:
     """
 
     matmul: float = 0.0
+    convolution: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
     waiting: float = 0.0
@@ -85,7 +88,7 @@ class Seconds:
     @property
     def total(self) -> float:
         """Total time."""
-        return self.matmul + self.attention + self.memory + self.waiting
+        return self.matmul + self.convolution + self.attention + self.memory + self.waiting
 
     def add(self, other: "Seconds", *, times: float = 1.0) -> None:
         """Add another breakdown, multiplied by a factor."""
@@ -123,7 +126,8 @@ def time_step(ops: Sequence[Op], rates: Rates, *, is_compiled: bool) -> StepSeco
             continue
         fuses = is_fusible(op.name, op.cost)
         part = step.sections.setdefault(op.section, Seconds())
-        if fused and (fused[0].section != op.section or not fuses):
+        # what a sum over all of its values is taken of, such as batch statistics, is written first
+        if fused and (fused[0].section != op.section or not fuses or op.cost.reread_bytes):
             _add_fused(step.sections[fused[0].section], fused, rates)
             fused = []
         if fuses and is_compiled and is_in_compiled_place(op.section):
@@ -147,6 +151,10 @@ def _add(part: Seconds, op: Op, rates: Rates) -> None:
     peak = rates.tflops[kind_of(cost.dtype)] * 1e12
     if cost.kind == "matmul":
         part.matmul += max(cost.flops / (peak * rates.matmul), traffic)
+    elif cost.kind == "convolution":
+        on_tensor_cores = cost.padded_flops / (peak * rates.matmul)
+        without = cost.flops / (rates.tflops["fp32"] * 1e12 * rates.matmul)
+        part.convolution += max(min(on_tensor_cores, without), traffic)
     elif cost.kind == "attention":
         is_backward = "backward" in op.name
         fraction = rates.attention[is_backward] / (1 + rates.attention_keys[is_backward] / cost.num_keys)
@@ -160,7 +168,7 @@ def _add_fused(part: Seconds, ops: Iterable[Op], rates: Rates) -> None:
     made: set[int] = set()
     traffic = 0.0
     for op in ops:
-        traffic += sum(size for number, size in op.reads.items() if number not in made)
+        traffic += sum(size for number, size in op.reads.items() if number not in made) + op.cost.reread_bytes
         made |= op.writes.keys() | op.reads.keys()
         traffic += sum(size for number, size in op.writes.items() if number not in op.temporary)
     part.num_launches += 1

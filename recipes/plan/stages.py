@@ -171,7 +171,7 @@ def time_stages(
     slowest = max(range(len(stages.counts)), key=lambda stage: sum(_seconds_of(stages, timed, stage, cluster, mesh)))
     forward, backward = _seconds_of(stages, timed, slowest, cluster, mesh)
     parts = [(times, getattr(timed, name)) for times, name in stages.parts(slowest)]
-    weights = sum(times * place.backward.matmul / 2 for times, place in parts)
+    weights = sum(times * (place.backward.matmul + place.backward.convolution) / 2 for times, place in parts)
     idle = stages.pipeline.idle_seconds(forward, backward, weights=weights)
     model_ranks = sum_collectives(parts, cluster, mesh, num_micro_batches=num_micro_batches)
     boundary = send_boundaries(

@@ -216,6 +216,7 @@ def _describe_parts(plan: Plan, times: Times, rates: Rates | None) -> Iterator[s
         f"{name} {value / total:.0%}"
         for name, value in (
             ("matrix products", parts.matmul),
+            ("convolutions", parts.convolution),
             ("attention", parts.attention),
             ("memory traffic", parts.memory),
             ("waiting for the host", parts.waiting),
@@ -241,8 +242,9 @@ def _describe_parts(plan: Plan, times: Times, rates: Rates | None) -> Iterator[s
     if rates is None:
         yield "  each operator was timed on this machine; the time between operators and waiting for data come on top"
         return
+    padded = ", convolutions too with channels padded to 8 and 64" if parts.convolution else ""
     yield (
-        f"  assumed: matrix products at {rates.matmul:.0%} of the peak, attention {rates.attention[0]:.0%} and"
+        f"  assumed: matrix products at {rates.matmul:.0%} of the peak{padded}, attention {rates.attention[0]:.0%} and"
         f" {rates.attention[1]:.0%} over long sequences (half at {rates.attention_keys[0]} and"
         f" {rates.attention_keys[1]} tokens), memory traffic {rates.memory:.0%}; data ready in time;"
         " plan.expect_mfu= overrides this"

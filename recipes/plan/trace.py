@@ -19,7 +19,7 @@ from recipes.torch_internals import COLLECTIVES, TorchDispatchMode, tree_leaves
 
 # FLOPs and bytes of one operator, from the shapes of its arguments and results. Nothing is run.
 
-Kind = Literal["view", "memory", "matmul", "attention", "collective", "transfer"]
+Kind = Literal["view", "memory", "matmul", "convolution", "attention", "collective", "transfer"]
 
 # operators that return a view or uninitialized memory: nothing is read or written
 _FREE = {
@@ -45,12 +45,14 @@ class Cost:
 
     Attributes:
         kind: Limiting resource.
-        flops: Floating-point operations of matrix products; elementwise arithmetic is not counted.
+        flops: Floating-point operations of matrix products and convolutions; elementwise arithmetic is not counted.
         num_bytes: Bytes read and written. For a collective: bytes of its result. For a transfer to or from host memory:
                 bytes moved.
         dtype: Dtype of the result.
         num_launches: Kernel launches.
-        num_keys: Keys per sequence; attention only.
+        num_keys: Keys per sequence, of which a query sees half on average: twice those of attention without a mask.
+        padded_flops: FLOPs with the channels of a group padded to the tiles of tensor cores; convolutions only.
+        reread_bytes: Bytes of `num_bytes` that are read again once a sum over all of them is known, fused or not.
     """
 
     kind: Kind = "view"
@@ -59,6 +61,8 @@ class Cost:
     dtype: torch.dtype = torch.float32
     num_launches: int = 0
     num_keys: int = 0
+    padded_flops: float = 0.0
+    reread_bytes: float = 0.0
 
 
 def cost_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Cost:
@@ -79,9 +83,12 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) ->
     if func.namespace in ("c10d", "_c10d_functional"):
         return Cost("collective", num_bytes=max(map(bytes_of, [*inputs, *outputs]), default=0), dtype=dtype)
     if "attention" in name and "scaled_dot_product" in name:
-        num_keys = inputs[2 if "backward" in name else 1].shape[2]
-        flops = _attention_flops(name, inputs)
+        is_masked = _is_masked(_name_arguments(func, args, kwargs))
+        num_keys = inputs[2 if "backward" in name else 1].shape[2] * (1 if is_masked else 2)
+        flops = _attention_flops(name, inputs, is_masked=is_masked)
         return Cost("attention", flops, _traffic(inputs, outputs), inputs[0].dtype, 1, num_keys)
+    if name in ("convolution", "convolution_backward"):
+        return _cost_of_convolution(name, _name_arguments(func, args, kwargs), inputs, outputs)
     if func._overloadpacket in flop_registry:
         flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
         return Cost("matmul", flops, _traffic(inputs, outputs), dtype, 1)
@@ -92,7 +99,10 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) ->
         traffic = sum(map(bytes_of, outputs))
     else:
         traffic = _traffic(inputs, outputs)
-    return Cost("memory", 0.0, traffic, dtype, 1)
+    again = 0.0
+    if "batch_norm" in name or "group_norm" in name:
+        again = _reread_bytes(name, _name_arguments(func, args, kwargs))
+    return Cost("memory", 0.0, traffic + again, dtype, 1, reread_bytes=again)
 
 
 def is_fusible(name: str, cost: Cost) -> bool:
@@ -120,13 +130,81 @@ def _traffic(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
     return sum(map(distinct_bytes, inputs)) + sum(map(bytes_of, outputs))
 
 
-def _attention_flops(name: str, inputs: Sequence[Tensor]) -> float:
-    """Return the FLOPs of causal attention: half of all scores; five products in the backward pass, two forward."""
+def _name_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by their names in the operator's schema, without those left at their defaults."""
+    return dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
+
+
+def _is_masked(named: Mapping[str, Any]) -> bool:
+    """Return whether attention has a causal mask, or one of documents, which is causal within each.
+
+    A mask that differs between heads is none: it adds relative positions to all scores, as some image models do.
+    """
+    mask = named.get("attn_mask", named.get("attn_bias"))
+    is_for_all_heads = mask is not None and (mask.dim() < 4 or mask.shape[1] == 1 or mask.stride(1) == 0)
+    return bool(named.get("is_causal", False)) or is_for_all_heads
+
+
+def _attention_flops(name: str, inputs: Sequence[Tensor], *, is_masked: bool) -> float:
+    """Return the FLOPs of attention, masked: half of all scores; five products in the backward pass, two forward."""
     is_backward = "backward" in name
     query, key = inputs[1:3] if is_backward else inputs[:2]
     batch, heads, num_tokens, size = query.shape
-    per_product = 2.0 * batch * heads * num_tokens * key.shape[2] * size / 2
+    per_product = 2.0 * batch * heads * num_tokens * key.shape[2] * size * (0.5 if is_masked else 1.0)
     return per_product * (5 if is_backward else 2)
+
+
+# A convolution is a matrix product of windows. Tensor cores load eight channels at a time, and the smallest tile of the
+# result that libraries have kernels for is 64 wide (NVIDIA's guide to matrix multiplication lists them).
+_LOADED_CHANNELS, _TILE = 8, 64
+
+
+def _cost_of_convolution(
+    name: str, named: Mapping[str, Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> Cost:
+    """Return the cost of a convolution, or of its one or two gradients, each of which takes as many FLOPs.
+
+    The gradients of inputs and of weights are two kernels, and both read that of the results.
+    """
+    x, weight, groups = named["input"], named["weight"], named["groups"]
+    grad = named.get("grad_output")
+    result = outputs[0] if grad is None else grad
+    rows, columns = weight.shape[0] // groups, weight.shape[1]
+    num_in, num_out = (rows, columns) if named["transposed"] else (columns, rows)
+    window = math.prod(weight.shape[2:])
+    positions = x if named["transposed"] else result  # [B, C, ...]
+    flops = 2.0 * weight.numel() * positions.shape[0] * math.prod(positions.shape[2:])
+    forward = _pad(num_in, _LOADED_CHANNELS) / num_in * _pad(num_out, _TILE) / num_out
+    if grad is None:
+        return Cost("convolution", flops, _traffic(inputs, outputs), result.dtype, 1, padded_flops=flops * forward)
+    of_inputs = _pad(num_out, _LOADED_CHANNELS) / num_out * _pad(num_in, _TILE) / num_in
+    of_weight = _pad(num_out, _TILE) / num_out
+    of_weight *= _pad(window * _pad(num_in, _LOADED_CHANNELS), _TILE) / (window * num_in)
+    shares = [
+        share for share, is_wanted in zip((of_inputs, of_weight), named["output_mask"], strict=False) if is_wanted
+    ]
+    again = (len(shares) - 1) * bytes_of(grad)
+    return Cost(
+        "convolution",
+        len(shares) * flops,
+        _traffic(inputs, outputs) + again,
+        grad.dtype,
+        len(shares),
+        padded_flops=sum(shares) * flops,
+    )
+
+
+def _pad(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _reread_bytes(name: str, named: Mapping[str, Any]) -> float:
+    """Return what a norm over a batch reads twice: mean and variance, or their gradients, come from a pass before."""
+    is_backward = "backward" in name
+    if not named.get("train" if is_backward else "training", True):  # with statistics of a running average
+        return 0.0
+    again = bytes_of(named["input"])
+    return again + bytes_of(named["grad_out"]) if is_backward else again
 
 
 # Operators that do not read or write each argument exactly once. The rows of a softmax over a vocabulary do not fit

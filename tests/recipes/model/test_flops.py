@@ -13,6 +13,7 @@ from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
 from recipes.model.resnet import ResNet, ResNet18, ResNet50
 from recipes.model.score import attach_score, compute_rewards
+from recipes.model.timm_model import TimmModel
 
 GPT2_SHAPES = {  # layers, heads, hidden_size
     "124M": (12, 12, 768),
@@ -203,3 +204,48 @@ def test_a_reward_model_has_no_flops_of_the_head_that_it_does_not_use(tied: bool
     others = [p for name, p in model.named_parameters() if p.ndim < 2 or name.startswith(("position", "score"))]
     products = model.flops_per_token(32).palm - sum(6 * p.numel() for p in others)
     assert counter.get_total_flops() == pytest.approx(products * 32)
+
+
+# billions of multiply-adds of one image forward, as published with the models
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("resnet50", 4.1), ("convnext_tiny", 4.5), ("vit_base_patch16_224", 17.6), ("efficientnet_b0", 0.39)],
+)
+def test_an_image_model_takes_six_flops_for_each_published_multiply_add(name: str, published: float) -> None:
+    flops = flops_per_sample(_timm(name), (3, 224, 224))
+    assert flops is not None
+    assert flops.palm == flops.causal
+    assert flops.palm / 6e9 == pytest.approx(published, rel=0.02)
+
+
+def test_the_products_of_a_forward_pass_are_those_that_a_resnet_counts() -> None:
+    with torch.device("meta"):
+        own = ResNet50(num_classes=1000, in_channels=3, small_images=False)
+    assert flops_per_sample(_timm("resnet50"), (3, 224, 224)) == flops_per_sample(own, (3, 224, 224))
+
+
+def test_a_linear_probe_of_an_image_model_has_the_flops_of_its_forward_pass_and_its_head() -> None:
+    model = _timm("convnext_atto")
+    whole = flops_per_sample(model, (3, 64, 64))
+    model.requires_grad_(False)
+    forward = flops_per_sample(model, (3, 64, 64))
+    model.inner.head.fc.requires_grad_(True)
+    probe = flops_per_sample(model, (3, 64, 64))
+    assert whole is not None
+    assert forward is not None
+    assert probe is not None
+    assert forward.palm == whole.palm / 3
+    assert probe.palm == forward.palm + 2 * model.inner.head.fc.weight.numel()
+
+
+def test_the_images_of_a_count_leave_the_random_numbers_of_the_run_alone() -> None:
+    before = torch.get_rng_state()
+    flops_per_sample(_timm("vit_tiny_patch16_224", drop_path=0.1, dropout=0.1), (3, 224, 224))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def _timm(name: str, **settings: float) -> TimmModel:
+    pytest.importorskip("timm")
+    chosen = {"drop_path": 0.0, "dropout": 0.0} | settings
+    with torch.device("meta"):
+        return TimmModel(name=name, num_classes=1000, in_channels=3, image_size=None, pretrained=None, **chosen)

@@ -26,11 +26,13 @@ def _op(
     dtype: torch.dtype = torch.bfloat16,
     name: str = "aten::op",
     num_keys: int = 0,
+    padded_flops: float = 0.0,
+    reread_bytes: float = 0.0,
     reads: dict[int, float] | None = None,
     writes: dict[int, float] | None = None,
     temporary: frozenset[int] = frozenset(),
 ) -> Op:
-    cost = Cost(kind, flops, num_bytes, dtype, 1, num_keys)  # type: ignore[arg-type]
+    cost = Cost(kind, flops, num_bytes, dtype, 1, num_keys, padded_flops, reread_bytes)  # type: ignore[arg-type]
     return Op(
         name=name,
         section="forward/block 0",
@@ -70,6 +72,25 @@ def test_attention_over_short_sequences_is_slower_most_in_the_backward_pass() ->
     name = "aten::flash_backward"
     long, short = (_seconds(_op("attention", flops=1e12, name=name, num_keys=n)) for n in (10**9, 100))
     assert short == pytest.approx(4 * long)
+
+
+def test_a_convolution_takes_its_padded_flops_or_the_float32_units_if_they_are_faster() -> None:
+    full = _op("convolution", flops=1e12, padded_flops=2e12)
+    assert _seconds(full) == pytest.approx(2e12 / (100e12 * 0.5))
+    depthwise = _op("convolution", flops=1e12, padded_flops=512e12)
+    assert _seconds(depthwise) == pytest.approx(1e12 / (10e12 * 0.5))
+    assert _seconds(_op("convolution", flops=1e6, padded_flops=1e6, num_bytes=1e10)) == pytest.approx(1e-2)
+
+
+def test_batch_statistics_end_a_compiled_chain_and_are_read_again() -> None:
+    gib = 2.0**30
+    chain = [
+        _op("memory", num_bytes=2 * gib, reads={0: gib}, writes={1: gib}),
+        _op("memory", num_bytes=3 * gib, reread_bytes=gib, reads={1: gib}, writes={2: gib}, temporary=frozenset({2})),
+        _op("memory", num_bytes=2 * gib, reads={2: gib}, writes={3: gib}),
+    ]
+    assert _seconds(*chain) == pytest.approx(7 * gib / 1e12)
+    assert _seconds(*chain, is_compiled=True) == pytest.approx((2 + 3) * gib / 1e12)
 
 
 def test_a_compiled_chain_reads_its_input_and_writes_its_result_once() -> None:
