@@ -11,7 +11,9 @@ from .run_record import is_finite
 _MOST_IN_MATRIX = 50  # classes
 _MOST_ROWS = 50  # of a table
 _MOST_NUMBERED = 20  # classes whose matrix shows numbers
-_CELL = 560  # pixels of the matrix's side, at most
+_SIDE = 560  # pixels of the matrix's side, at most
+_LONGEST = 16  # letters of a name beside it
+_LETTER = 6.5  # pixels of a letter
 _PNG = re.compile(r"[A-Za-z0-9+/=]+")
 
 Row = tuple[str, ...]
@@ -50,6 +52,7 @@ class Classes:
         names: Of the classes of the matrix; empty: they are too many for one.
         cells: Of the matrix.
         cell_size: Pixels of a cell.
+        margin: Pixels for the names beside and below the matrix.
         pairs: Most frequent mistakes where there is no matrix: class, prediction, samples, and their part of the class.
         mistakes: PNG in base64 or nothing, the classes and the loss, of those with the largest losses.
     """
@@ -61,6 +64,7 @@ class Classes:
     names: list[str]
     cells: list[Cell]
     cell_size: float
+    margin: float
     pairs: list[Row]
     mistakes: list[tuple[str, str, str]]
 
@@ -88,6 +92,7 @@ def read_classes(record: Mapping[str, Any]) -> Classes | None:
     step = record.get("step")
     when = f" at step {value_text(step)}" if is_finite(step) else ""
     has_matrix = len(numbers) <= _MOST_IN_MATRIX
+    shown = [_cut(names[number]) for number in numbers] if has_matrix else []
     return Classes(
         title=f"Classes of {record.get('split')}",
         note=f"{num_samples:,} samples{when}, {num_right / num_samples:.1%} right",
@@ -96,9 +101,10 @@ def read_classes(record: Mapping[str, Any]) -> Classes | None:
             for each in known[:_MOST_ROWS]
         ],
         of_rows=f"the {_MOST_ROWS} worst of {len(known):,} classes" if len(known) > _MOST_ROWS else "",
-        names=[names[number] for number in numbers] if has_matrix else [],
+        names=shown,
         cells=_make_cells(numbers, names, counts, totals) if has_matrix else [],
         cell_size=_get_cell_size(len(numbers)),
+        margin=12 + _LETTER * max(map(len, shown), default=0),
         pairs=[] if has_matrix else _list_pairs(counts, names, totals),
         mistakes=_read_mistakes(record.get("mistakes"), given),
     )
@@ -118,6 +124,10 @@ def _name(number: int, names: Any) -> str:
     return str(names[number]) if is_known else str(number)
 
 
+def _cut(name: str) -> str:
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
+
+
 def _list_wrong(taken_for: Mapping[int, int], names: Mapping[int, str]) -> str:
     most = sorted(taken_for.items(), key=lambda pair: -pair[1])[:3]
     return ", ".join(f"{names[predicted]} ({count:,})" for predicted, count in most)
@@ -134,7 +144,7 @@ def _list_pairs(
 
 
 def _get_cell_size(num_classes: int) -> float:
-    return min(44.0, _CELL / num_classes)
+    return min(44.0, _SIDE / num_classes)
 
 
 def _make_cells(
@@ -167,5 +177,7 @@ def _read_mistakes(mistakes: Any, names: Any) -> list[tuple[str, str, str]]:
         image = each.get("image")
         is_image = isinstance(image, str) and _PNG.fullmatch(image) is not None
         target, predicted = (_name(number, names) for number in numbers)
-        found.append((image if is_image else "", f"{target} taken for {predicted}", f"loss {value_text(each.get('loss'))}"))
+        found.append(
+            (image if is_image else "", f"{target} taken for {predicted}", f"loss {value_text(each.get('loss'))}")
+        )
     return found

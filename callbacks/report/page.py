@@ -38,8 +38,8 @@ def write_report(
     as `summary.json` or `plan.json`, is named on the page and in a warning, and the rest is shown.
 
     Needs `metrics.csv` unless `fit` is given; uses `summary.json`, `environment.json`, `config.yaml`, `plan.json`,
-    `events.jsonl`, `samples.jsonl`, `answers.jsonl`, `classes_<split>.json`, `spikes/` and `profile/operators.json` if they exist. Can be
-    called again.
+    `events.jsonl`, `samples.jsonl`, `answers.jsonl`, `classes_<split>.json`, `spikes/` and `profile/operators.json` if
+    they exist. Can be called again.
 
     Args:
         run_folder: The folder of a run, or any folder with a `metrics.csv`.
@@ -117,7 +117,8 @@ def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) ->
         replay=get_replay(run),
         plan=get_plan(run),
         memory=memory,
-        summary={name: value for name, value in run.summary.items() if name != "measures"},
+        evaluations=get_evaluations(run),
+        summary={name: value for name, value in run.summary.items() if name not in ("measures", "evaluations")},
         environment={name: value for name, value in run.environment.items() if name not in _OF_COMMAND},
         events=get_events(run),
         config=config_lines(run),
@@ -356,6 +357,21 @@ def get_completions(run: RunRecord) -> tuple[list[str], list[list[str]], str] | 
         rows,
         f"step {value_text(newest)}: {len(rows)} of {len(now)} written: the highest rewards and the lowest",
     )
+
+
+def get_evaluations(run: RunRecord) -> tuple[list[str], list[list[str]]] | None:
+    """Return heads and rows of the evaluations in the summary, a column each; None without any."""
+    found = run.summary.get("evaluations")
+    named = (
+        {str(name): each for name, each in found.items() if isinstance(each, dict)} if isinstance(found, dict) else {}
+    )
+    if not named:
+        return None
+    measures = dict.fromkeys(str(key) for each in named.values() for key in each)  # in their order
+    facts = [name for name in ("checkpoint", "weights") if name in measures]
+    ordered = [*facts, *(name for name in measures if name not in (*facts, "data"))]
+    rows = [[name, *(value_text(each[name]) if name in each else "" for each in named.values())] for name in ordered]
+    return ["", *named], rows
 
 
 def get_operators(run: RunRecord) -> list[dict[str, Any]]:

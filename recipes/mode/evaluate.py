@@ -1,7 +1,8 @@
 """Evaluate a checkpoint once on a whole split, or with an evaluator on its own tasks."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as lightning
@@ -10,17 +11,28 @@ from typing_extensions import override
 
 from recipes.build import Run
 from recipes.config.traits import declare_mode
+from recipes.errors import ConfigError
 from recipes.evaluator import Evaluator
 from recipes.files import write_atomically
 from recipes.lightning_internals import get_callbacks
 from recipes.mode import own_module
 from recipes.mode.load import load_task, load_tokenizer
-from recipes.run_folder import SUMMARY_FILE, add_evaluations, claim_output, has_keys, has_run, is_summary, read_summary
+from recipes.run_folder import (
+    METRICS_FILE,
+    SUMMARY_FILE,
+    add_evaluations,
+    claim_output,
+    has_keys,
+    has_run,
+    is_summary,
+    read_summary,
+)
 from recipes.runtime import status
 from recipes.runtime.console import LOGGER
 from recipes.task.language_modeling import LanguageModeling
 
 Weights = Literal["trained", "ema"]
+Compared = Literal["trained", "ema", "both"]
 Split = Literal["train", "val", "test"]
 
 
@@ -41,8 +53,10 @@ def evaluate(
     run: Run,
     *,
     split: Split,
-    weights: Weights,
+    weights: Compared,
     answers: Callback | None,
+    classes: Any,
+    page: Callable[[Path], None],
     evaluator: Evaluator | Mapping[str, Any] | None,
 ) -> int:
     """Print the metrics of a checkpoint, and write them to `evaluate_….json` and summary.json in the run folder.
@@ -50,8 +64,10 @@ def evaluate(
     Args:
         run: A run with a checkpoint.
         split: Split of the data to evaluate on.
-        weights: `trained`, or `ema` for their moving average.
+        weights: `trained`, `ema` for their moving average, or `both`, whose metrics are beside each other.
         answers: Checks answers to validation questions, if the data has any; None skips them.
+        classes: Counts which classes are taken for which, with the trained weights if there are both; None: not.
+        page: Writes the page of the run folder again, if it is that of a run.
         evaluator: Evaluates on its own tasks instead of the split; empty evaluates the split.
 
     Returns:
@@ -70,19 +86,26 @@ def evaluate(
     if run.has_own_training:
         _evaluate_own(run, split)
     elif chosen is not None:
+        if weights == "both":
+            reason = "an evaluator evaluates one of them at a time"
+            raise ConfigError(f"mode.weights=both evaluator={name}", reason, "mode.weights=trained, or ema")
         _evaluate_tasks(run, chosen, weights)
     else:
-        _evaluate_split(run, split, weights, answers)
+        _evaluate_split(run, split, weights, answers, classes)
+    if (run.folder / METRICS_FILE).is_file():
+        page(run.folder)
     return 0
 
 
 @declare_mode(needs_checkpoint=True, reads_data=True, takes_own_training=True)
-def test(run: Run, *, weights: Weights) -> int:
+def test(run: Run, *, weights: Compared, classes: Any, page: Callable[[Path], None]) -> int:
     """Print the metrics of a checkpoint on the test split, and write them as `evaluate` does.
 
     Args:
         run: A run with a checkpoint, on data with a test split.
-        weights: `trained`, or `ema` for their moving average.
+        weights: See `evaluate`.
+        classes: See `evaluate`.
+        page: See `evaluate`.
 
     Returns:
         The exit code, 0.
@@ -90,11 +113,12 @@ def test(run: Run, *, weights: Weights) -> int:
     Raises:
         ConfigError: There is no checkpoint, no average in it or no test split, or the run folder cannot be written to.
     """
-    return evaluate(run, split="test", weights=weights, answers=None, evaluator=None)
+    return evaluate(run, split="test", weights=weights, answers=None, classes=classes, page=page, evaluator=None)
 
 
-def _evaluate_split(run: Run, split: Split, weights: Weights, answers: Callback | None) -> None:
-    task, checkpoint = load_task(run, weights)
+def _evaluate_split(run: Run, split: Split, weights: Compared, answers: Callback | None, classes: Any) -> None:
+    kinds: tuple[Weights, ...] = ("trained", "ema") if weights == "both" else (weights,)
+    task, checkpoint = load_task(run, kinds[-1])  # the average first: without one, nothing is evaluated in vain
     # a run has trained on no part of another text: all of it is validation data
     whole = hold_out_other_data(run) if split == "val" else []
     run.data.trainer = run.trainer
@@ -105,22 +129,32 @@ def _evaluate_split(run: Run, split: Split, weights: Weights, answers: Callback 
     get_callbacks(run.trainer).append(_ShowBatches())
     further = run.data.eval_names if split == "val" else []
     task.name_data(sources=getattr(run.data.source, "source_names", ()), further=further)
-    by_loader = run.trainer.validate(task, dataloaders=run.data.split_dataloaders(split), verbose=False)
-    results = {name.removeprefix("val/"): value for metrics in by_loader for name, value in metrics.items()}
-    run.data.log_skipped()
     num_samples = len(run.data.get_split(split))
+    part = _describe_part(run, split, whole, num_samples)
+    results: dict[Weights, dict[str, float]] = {}
+    for kind in reversed(kinds):
+        if results:
+            load_task(run, kind)
+        if kind == kinds[0] and classes is not None:
+            classes.class_names = run.data.class_names
+            get_callbacks(run.trainer).append(classes)
+        by_loader = run.trainer.validate(task, dataloaders=run.data.split_dataloaders(split), verbose=False)
+        results[kind] = {name.removeprefix("val/"): value for metrics in by_loader for name, value in metrics.items()}
+        shown = f"{checkpoint}{f', {kind} weights,' if len(kinds) > 1 else ''} on {part}"
+        LOGGER.info(f"{shown}: {_list_metrics(results[kind])}")
     record = {
         "checkpoint": str(checkpoint),
         "data": run.data.source.fingerprint,
         "split": split,
         "whole": whole,
         "samples": num_samples,
-        "weights": weights,
+        "weights": kinds[0],
     }
-    LOGGER.info(f"{checkpoint} on {_describe_part(run, split, whole, num_samples)}: {_list_metrics(results)}")
-    _write(run, split, record | results)
-    described = {"checkpoint": checkpoint.name, "weights": weights, "data": run.data.source.fingerprint}
-    add_evaluations(run.folder, {split: described | results})
+    beside = {kind: results[kind] for kind in kinds[1:]}
+    _write(run, split, record | results[kinds[0]] | beside)
+    described = {"checkpoint": checkpoint.name, "data": run.data.source.fingerprint}
+    names = {kind: split if kind == kinds[0] else f"{split}/{kind}" for kind in kinds}
+    add_evaluations(run.folder, {names[kind]: {**described, "weights": kind, **results[kind]} for kind in kinds})
 
 
 def _evaluate_own(run: Run, split: Split) -> None:

@@ -59,6 +59,7 @@ PROVIDED: dict[str, set[str]] = {
     "mode.write": {"folders", "path"},
     "mode.write_stages": {"title", "stages", "path", "dashboard"},
     "mode.write_page": {"path", "plan", "lines", "title", "text", "figures", "results", "images", "report", "about"},
+    "mode.page": {"run_folder"},
     "sweep.compare": {"folders", "path", "sort", "dashboard"},
     "hydra.sweeper.sampler": {"seed"},
 }
