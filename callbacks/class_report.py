@@ -21,6 +21,7 @@ from .report.images import encode_png
 
 NO_CLASS = -100  # target of a sample that only fills up a batch
 _COLUMNS = frozenset({"predicted", "target", "loss"})
+_MOST_PAIRS = 2500  # of different classes
 _LARGEST = 96  # pixels of a side of a written image
 
 
@@ -44,9 +45,10 @@ class ClassReport(Callback):
     """Counts the classes and their predictions in every validation, and keeps the mistakes with the largest losses.
 
     Useful for seeing which classes are mixed up, and for finding wrong labels, which are among the worst mistakes. Rank
-    0 writes `classes_<split>.json`: `pairs` of target, prediction and how many samples have them, over all ranks; and
-    `mistakes` with their images. The report shows the accuracy of each class, the confusion matrix and the images. The
-    memory is that of the samples, not of a matrix: 16 bytes each.
+    0 writes `classes_<split>.json`: the `samples` of each class over all ranks and how many of them are `right`; the
+    2,500 most frequent `pairs` of a class and another prediction with their number, which are all pairs of 50 classes;
+    and `mistakes` with their images. The report shows the accuracy of each class, the confusion matrix and the images.
+    The memory is that of the samples, not of a matrix: 16 bytes each.
 
     A module takes part by returning a dict from `validation_step`: `predicted` and `target`, [B] class numbers, with
     -100 for samples that do not count, and their `loss`, [B]. Images are `batch["inputs"]`, or the first of a tuple.
@@ -125,12 +127,20 @@ class ClassReport(Callback):
             return
         pairs, places = every.unique(dim=1, return_inverse=True)
         totals = torch.zeros(pairs.shape[1], dtype=torch.int64).index_add_(0, places, weights)  # [P]
+        num_classes, is_right = int(pairs.max()) + 1, pairs[0] == pairs[1]
+        samples, right = torch.zeros(2, num_classes, dtype=torch.int64)  # [V] each
+        samples.index_add_(0, pairs[0], totals)
+        right.index_add_(0, pairs[0], totals * is_right)
+        wrong = torch.cat([pairs, totals[None]])[:, ~is_right]  # [3, P]
+        wrong = wrong[:, wrong[2].argsort(descending=True, stable=True)[:_MOST_PAIRS]]
         mistakes = self._keep_worst([mistake for _, _, of_rank in found for mistake in of_rank])
         names = self.class_names or getattr(getattr(trainer, "datamodule", None), "class_names", None)
         record = {
             "step": completed_steps(trainer) or None,  # a checkpoint that is only evaluated has taken none here
             "class_names": None if names is None else [*map(str, names)],
-            "pairs": torch.cat([pairs, totals[None]]).T.tolist(),
+            "samples": samples.tolist(),
+            "right": right.tolist(),
+            "pairs": wrong.T.tolist(),
             "mistakes": [
                 {
                     "loss": mistake.loss,

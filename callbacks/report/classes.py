@@ -75,20 +75,22 @@ def read_classes(record: Mapping[str, Any]) -> Classes | None:
     Raises:
         ValueError: It has another form.
     """
-    counts = _read_counts(record.get("pairs"))
-    if not counts:
+    totals, hits = (_read_counts(record, key) for key in ("samples", "right"))
+    if not totals:
         return None
-    numbers = sorted({number for pair in counts for number in pair})
+    wrong = _read_pairs(record.get("pairs"))
+    counts = {**wrong, **{(number, number): count for number, count in hits.items()}}
+    if any(count > totals.get(target, 0) for (target, _), count in counts.items()):
+        raise ValueError("more predictions of a class than samples are counted")
     given = record.get("class_names")
+    numbers = sorted({number for pair in wrong for number in pair} | totals.keys())
     names = {number: _name(number, given) for number in numbers}
-    totals, taken_for = dict.fromkeys(numbers, 0), {number: dict[int, int]() for number in numbers}
-    for (target, predicted), count in counts.items():
-        totals[target] += count
-        if target != predicted:
-            taken_for[target][predicted] = count
-    right = {number: counts.get((number, number), 0) for number in numbers}
-    known = sorted((number for number in numbers if totals[number]), key=lambda each: right[each] / totals[each])
-    num_samples, num_right = sum(totals.values()), sum(right.values())
+    taken_for: dict[int, dict[int, int]] = {number: {} for number in numbers}
+    for (target, predicted), count in wrong.items():
+        taken_for[target][predicted] = count
+    accuracies = {number: hits.get(number, 0) / count for number, count in totals.items()}
+    worst = sorted(totals, key=accuracies.__getitem__)
+    num_samples, num_right = sum(totals.values()), sum(hits.values())
     step = record.get("step")
     when = f" at step {value_text(step)}" if is_finite(step) else ""
     has_matrix = len(numbers) <= _MOST_IN_MATRIX
@@ -97,26 +99,34 @@ def read_classes(record: Mapping[str, Any]) -> Classes | None:
         title=f"Classes of {record.get('split')}",
         note=f"{num_samples:,} samples{when}, {num_right / num_samples:.1%} right",
         rows=[
-            (names[each], f"{totals[each]:,}", f"{right[each] / totals[each]:.1%}", _list_wrong(taken_for[each], names))
-            for each in known[:_MOST_ROWS]
+            (names[each], f"{totals[each]:,}", f"{accuracies[each]:.1%}", _list_wrong(taken_for[each], names))
+            for each in worst[:_MOST_ROWS]
         ],
-        of_rows=f"the {_MOST_ROWS} worst of {len(known):,} classes" if len(known) > _MOST_ROWS else "",
+        of_rows=f"the {_MOST_ROWS} worst of {len(worst):,} classes" if len(worst) > _MOST_ROWS else "",
         names=shown,
         cells=_make_cells(numbers, names, counts, totals) if has_matrix else [],
         cell_size=_get_cell_size(len(numbers)),
         margin=12 + _LETTER * max(map(len, shown), default=0),
-        pairs=[] if has_matrix else _list_pairs(counts, names, totals),
+        pairs=[] if has_matrix else _list_pairs(wrong, names, totals),
         mistakes=_read_mistakes(record.get("mistakes"), given),
     )
 
 
-def _read_counts(pairs: Any) -> dict[tuple[int, int], int]:
+def _read_counts(record: Mapping[str, Any], key: str) -> dict[int, int]:
+    """Return the counts of those classes that have any."""
+    counts = record.get(key)
+    if not isinstance(counts, list) or not all(type(each) is int and each >= 0 for each in counts):
+        raise ValueError(f"{key} are not the counts of classes")
+    return {number: count for number, count in enumerate(counts) if count}
+
+
+def _read_pairs(pairs: Any) -> dict[tuple[int, int], int]:
     counts = {}
     for row in pairs if isinstance(pairs, list) else ():
         if not (isinstance(row, list) and len(row) == 3 and all(type(each) is int and each >= 0 for each in row)):
             raise ValueError(f"{str(row)[:60]} is not a class, a prediction and a count")
         counts[row[0], row[1]] = row[2]
-    return {pair: count for pair, count in counts.items() if count}
+    return counts
 
 
 def _name(number: int, names: Any) -> str:
@@ -133,13 +143,11 @@ def _list_wrong(taken_for: Mapping[int, int], names: Mapping[int, str]) -> str:
     return ", ".join(f"{names[predicted]} ({count:,})" for predicted, count in most)
 
 
-def _list_pairs(
-    counts: Mapping[tuple[int, int], int], names: Mapping[int, str], totals: Mapping[int, int]
-) -> list[Row]:
-    wrong = sorted(((count, pair) for pair, count in counts.items() if pair[0] != pair[1]), key=lambda each: -each[0])
+def _list_pairs(wrong: Mapping[tuple[int, int], int], names: Mapping[int, str], totals: Mapping[int, int]) -> list[Row]:
+    most = sorted(wrong.items(), key=lambda each: -each[1])[:_MOST_ROWS]
     return [
         (names[target], names[predicted], f"{count:,}", f"{count / totals[target]:.1%}")
-        for count, (target, predicted) in wrong[:_MOST_ROWS]
+        for (target, predicted), count in most
     ]
 
 

@@ -168,7 +168,7 @@ def read_run(folder: Path, *, needs_metrics: bool = True) -> RunRecord:
         answers=read_lines(folder / "answers.jsonl"),
         completions=read_lines(folder / "completions.jsonl"),
         classes=[
-            {"split": path.stem.removeprefix("classes_"), **_read_json(path, dict, damaged)}
+            {**_read_json(path, dict, damaged), "split": path.stem.removeprefix("classes_")}
             for path in sorted(folder.glob("classes_*.json"), reverse=True)  # val before train and test
         ],
         summary=_read_json(folder / "summary.json", dict, damaged),

@@ -247,15 +247,18 @@ def test_replaying_a_bad_batch_gives_the_recorded_loss_and_norm(tmp_path: Path, 
     assert replayed["loss"] == pytest.approx(recorded["loss"], rel=1e-6)
     assert replayed["grad_norm"] == pytest.approx(recorded["grad_norm"], rel=1e-4)
     logging.getLogger("lightning_recipes").handlers.clear()
-    val_loss: dict[str, float] = {}
-    for weights in ("trained", "ema"):
+    found: dict[str, Any] = {}
+    for weights in ("ema", "both"):
         ended = run_train(["mode=evaluate", f"resume={folder}", f"mode.weights={weights}"])
         assert ended.returncode == 0, ended.stdout + ended.stderr
-        found = json.loads((folder / "evaluate_val.json").read_text())
-        assert found["weights"] == weights
-        val_loss[weights] = found["loss"]
-    assert val_loss["ema"] != val_loss["trained"]
-    assert abs(val_loss["ema"] - val_loss["trained"]) < 0.3
+        found[weights] = json.loads((folder / "evaluate_val.json").read_text())
+    assert (found["ema"]["weights"], found["both"]["weights"]) == ("ema", "trained")
+    assert found["both"]["ema"]["loss"] == found["ema"]["loss"] != found["both"]["loss"]
+    assert abs(found["ema"]["loss"] - found["both"]["loss"]) < 0.3
+    evaluations = json.loads((folder / "summary.json").read_text())["evaluations"]
+    assert [evaluations[name]["weights"] for name in ("val", "val/ema")] == ["trained", "ema"]
+    assert evaluations["val"]["loss"] == found["both"]["loss"]
+    assert "Evaluations</h2>" in (folder / "report.html").read_text()
 
 
 def test_evaluating_an_average_that_was_not_trained_is_an_error(run_folder: Path) -> None:
