@@ -100,6 +100,7 @@ class Decoder(nn.Module):
         reduce: Callable[[Tensor, Tensor], Any] | None = None,
         positions: Tensor | None = None,
         num_inputs: Tensor | None = None,
+        branches: Tensor | None = None,
     ) -> Any:
         """Return next-token logits.
 
@@ -112,6 +113,7 @@ class Decoder(nn.Module):
                 Under context parallelism, positions of all tokens, although `tokens` holds this rank's shard.
             num_inputs: [B] number of inputs of each row that are tokens; the rest is padding, which a model with
                 statistics over tokens leaves out of them. Of whole rows, as `positions`. None: no padding.
+            branches: [B, T] branch of each token of its document, see `Documents`; None: documents have none.
 
         Returns:
             [B, T, V] in the compute dtype, -inf in padded columns; with a cache only the last position, [B, 1, V].
@@ -120,11 +122,13 @@ class Decoder(nn.Module):
         num_tokens = tokens.shape[1] if self.ranks is None else self.ranks.count_tokens(tokens)
         first = 0 if self.context is None or cache is not None else self.context.rank * num_tokens
         end = first + num_tokens if cache is None else cache.end(num_tokens)
-        assert end <= self.max_seq_len, f"{end} tokens > max_seq_len {self.max_seq_len}"
+        # a row with branches may be longer than each of them
+        assert branches is not None or end <= self.max_seq_len, f"{end} tokens > max_seq_len {self.max_seq_len}"
         documents = None
         rows: Tensor | slice = slice(first, end)
         if positions is not None:
-            documents = Documents(positions, dropout=self.attention_dropout if self.training else 0.0)
+            dropout = self.attention_dropout if self.training else 0.0
+            documents = Documents(positions, branches=branches, dropout=dropout)
             rows = positions[:, first:end]
         elif cache is not None:
             rows = cache.positions(num_tokens, device=tokens.device)  # [T] or [B, T]

@@ -1,5 +1,7 @@
 """Attention masks for documents packed into one row: a token attends only to earlier tokens of its own document.
 
+A document may end in several branches, such as completions of one prompt, which do not see each other.
+
 On a GPU, compiled blocks use FlexAttention, which skips fully masked blocks; elsewhere the mask is a bool tensor.
 
 Shapes: B rows, H query heads, G key-value heads, T tokens, Q head size.
@@ -33,19 +35,24 @@ class Documents:
 
     Args:
         positions: [B, T] position of each token in its document, 0 at its start.
+        branches: [B, T] branch of each token, from 1; 0: all branches of its document that follow see it. None: there
+            are none. Not computed by FlexAttention.
         dropout: Dropout probability of attention weights; not supported by FlexAttention.
 
     Attributes:
         mask: [B, 1, T, T] bool, True where a token may attend, or the equivalent `BlockMask`.
     """
 
-    def __init__(self, positions: Tensor, *, dropout: float) -> None:
+    def __init__(self, positions: Tensor, *, branches: Tensor | None = None, dropout: float) -> None:
         numbers = self._numbers = number_documents(positions)  # [B, T]
         self.mask: Tensor | BlockMask
-        if _uses_flex_attention and positions.is_cuda and dropout == 0.0:
+        if _uses_flex_attention and positions.is_cuda and dropout == 0.0 and branches is None:
             self.mask = block_mask(numbers)
         else:
             self.mask = dense_mask(numbers)
+        if branches is not None:
+            sees = (branches[:, None] == 0) | (branches[:, :, None] == branches[:, None])  # [B, T, T]
+            self.mask = self.mask & sees[:, None]
 
     def dense(self) -> Tensor:
         """Return the mask as [B, 1, T, T] bool for any kernel."""

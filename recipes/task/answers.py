@@ -128,14 +128,19 @@ class AnswerTask(LanguageModeling):
         """
         if packing is not None:
             assert of_hidden is None
+            options = {"positions": find_positions(packing)}
+            if "branches" in packing:
+                options["branches"] = packing["branches"]
             packed = self._of_rows(
                 model,
                 pack_tokens(inputs, packing),
                 pack_tokens(targets, packing, fill=IGNORE_INDEX),
                 read=read,
-                positions=find_positions(packing),
-            )  # [P, W]
-            return torch.where(targets != IGNORE_INDEX, unpack(packed, packing)[:, :-1], 0.0)
+                **options,
+            )  # [P, W] or [P, W, k]
+            found = unpack(packed, packing)[:, :-1]
+            is_target = (targets != IGNORE_INDEX).view(*targets.shape, *[1] * (found.ndim - targets.ndim))
+            return torch.where(is_target, found, 0.0)
         return self._of_rows(model, inputs, targets, read=read, of_hidden=of_hidden)
 
     def _of_rows(

@@ -4,6 +4,7 @@ Shapes: B completions of a micro-batch, R of this rank and N of the global batch
 """
 
 import functools
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing_extensions import override
 
 from recipes.data.conversations.chat_template import find_stop_ids
 from recipes.data.conversations.rows import PAD_TO
+from recipes.data.packed_batch import Packing, plan_branches
 from recipes.errors import ConfigError
 from recipes.generation import Completion
 from recipes.lightning_internals import get_log_interval
@@ -122,7 +124,8 @@ class PolicyTuning(AnswerTask):
         """Return what a model says of the tokens of completions, from one forward pass."""
         read = functools.partial(_read, temperature=self._rollout.sampling.temperature, entropy=entropy)
         of_hidden = functools.partial(cast(Any, model).value.estimate, tokens=batch["inputs"]) if with_values else None
-        found = self.of_tokens(model, batch["inputs"], batch["targets"], read=read, of_hidden=of_hidden)
+        packing = batch.get("packing")
+        found = self.of_tokens(model, batch["inputs"], batch["targets"], packing, read=read, of_hidden=of_hidden)
         columns = iter(found.unbind(dim=-1) if found.ndim == batch["targets"].ndim + 1 else (found,))
         return PolicyOutputs(
             next(columns),
@@ -165,7 +168,7 @@ class PolicyTuning(AnswerTask):
                 self._held = {name: value.cpu() for name, value in whole.items()}
                 self._held |= {"seeds": seeds.cpu(), "num_uses": torch.tensor(1)}
         self._row |= self._describe()
-        self._rows = rows | {"row": torch.cat([batch["row"] for batch in micro_batches])}
+        self._rows = rows
         return [
             batch | self._cut(rows, slice(place * size, (place + 1) * size)) | self._count_tokens(place)
             for place, batch in enumerate(micro_batches)
@@ -202,6 +205,7 @@ class PolicyTuning(AnswerTask):
             # of each completion a share, so that the sum over all of them is the number
             "errors": torch.full((len(prompts),), sum(scores.num_errors.values()) / len(prompts), device=self.device),
             "is_truncated": torch.tensor([not each.has_ended for each in completions], device=self.device),
+            "row": torch.tensor(places, device=self.device),
         }
         self._numbers = {
             name: value.cpu() for name, value in self._share({name: rows[name] for name in _OF_ROWS}, slots).items()
@@ -284,20 +288,43 @@ class PolicyTuning(AnswerTask):
         width = rows["inputs"].shape[1]
         return {name: torch.cat([_widen(part, width) for part in parts]) for name, parts in found.items()}
 
-    def _cut(self, rows: dict[str, Tensor], part: slice) -> dict[str, Tensor]:
-        """Return some rows, without the columns that none of them needs."""
+    def _cut(self, rows: dict[str, Tensor], part: slice) -> Batch:
+        """Return some rows, without the columns that none of them needs, and how the model reads them."""
         mine = {name: value[part] for name, value in rows.items()}
         width = self._fit_width(int(mine["num_inputs"].max()))
-        return {name: value[:, :width] if name in self.of_tokens_names else value for name, value in mine.items()}
+        cut = {name: value[:, :width] if name in self.of_tokens_names else value for name, value in mine.items()}
+        return cut | self._share_prompts(mine, width)
+
+    def _share_prompts(self, rows: dict[str, Tensor], width: int) -> dict[str, Packing]:
+        """Return how the model reads each prompt once for several completions of it; nothing if it reads each row."""
+        if not self._reads_branches:
+            return {}
+        host = {name: rows[name].numpy() for name in ("num_inputs", "num_tokens", "row")}
+        # the last token of a prompt is of the branch: a completion of it has a target there
+        num_shared = host["num_inputs"] - host["num_tokens"].clip(min=1)
+        sizes = {"width": width, "pad_to": self._pad_to, "break_even": 6 * cast(Any, self.model).hidden_size}
+        packing = plan_branches(host["num_inputs"], num_shared, host["row"], **sizes)
+        return {} if packing is None else {"packing": packing}
+
+    @functools.cached_property
+    def _reads_branches(self) -> bool:
+        # on a GPU, a mask would cost the kernel that holds no scores; a value is read in the place of each token
+        takes_branches = "branches" in inspect.signature(self.model.forward).parameters
+        is_eager_on_cpu = self.device.type == "cpu" and self._compile_mode is None
+        return takes_branches and is_eager_on_cpu and not self.loss.needs_values
 
     def _fit_width(self, longest: int) -> int:
-        """Return the length of padded rows of up to so many tokens; on a CPU, ranks of tensor parallelism divide it."""
+        """Return the length of padded rows of up to so many tokens."""
+        seq_len: int = self.source.seq_len
+        return min(-(-longest // self._pad_to) * self._pad_to, seq_len)
+
+    @property
+    def _pad_to(self) -> int:
+        """What the length of a row is a multiple of; on a CPU, ranks of tensor parallelism divide it."""
         group = self.engine.groups.tensor
         on_cpu = 1 if group is None else dist.get_world_size(group)
         eager = on_cpu if self.device.type == "cpu" else _PAD_TO_EAGER
-        pad_to = eager if self._compile_mode is None else PAD_TO
-        seq_len: int = self.source.seq_len
-        return min(-(-longest // pad_to) * pad_to, seq_len)
+        return eager if self._compile_mode is None else PAD_TO
 
     def recipes_completions(self, num_completions: int) -> list[dict[str, Any]]:
         """Return the first of this rank's newest completions with their rewards, for the callback `Completions`."""

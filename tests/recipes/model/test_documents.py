@@ -67,6 +67,27 @@ def test_a_packed_row_gives_the_logits_and_gradients_of_its_documents_alone(arch
     assert (without - together).abs().max() > 0.1, "without positions, documents see each other: the test can fail"
 
 
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "llama_qk_norm"])
+def test_branches_of_a_document_have_the_logits_and_gradients_of_rows_that_begin_alike(architecture: str) -> None:
+    """The row is longer than `max_seq_len`, its branches are not."""
+    model, drawn = model_of(architecture), torch.Generator().manual_seed(0)
+    beginning, *rest = (torch.randint(0, 50, (length,), generator=drawn) for length in (9, 7, 3, 5))
+    positions = torch.cat([torch.arange(9), *(torch.arange(9, 9 + len(own)) for own in rest)])
+    branches = torch.cat([torch.zeros(9), *(torch.full_like(own, index) for index, own in enumerate(rest, start=1))])
+    rows = model(torch.cat([beginning, *rest])[None], positions=positions[None], branches=branches[None])[0, :, :50]
+    together = rows[9:].split([*map(len, rest)])
+    alone = [model(torch.cat([beginning, own])[None])[0, 9:, :50] for own in rest]
+    gradients = []
+    for found in (together, alone):
+        model.zero_grad()
+        sum(logits.logsumexp(-1).sum() for logits in found).backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    # keys are rotated in float32, and so is the sum of their gradients over the branches
+    rounding = 1e-9 if architecture == "gpt2" else 1e-6
+    for one, other in zip([*together, *gradients[0]], [*alone, *gradients[1]], strict=True):
+        torch.testing.assert_close(one, other, rtol=rounding, atol=rounding)
+
+
 def run_alone(model: GPT2 | Llama, row: Tensor, lengths: list[int]) -> Tensor:
     documents = row.split([length for length in lengths if length])
     return torch.cat([model(document[None])[0, :, :50] for document in documents])
@@ -96,7 +117,7 @@ def test_a_compiled_block_is_one_graph_whatever_the_documents(monkeypatch: pytes
     """Without gradients: on a CPU, torch has no backward pass of FlexAttention (2.13)."""
 
     class Blocked(Documents):
-        def __init__(self, positions: Tensor, *, dropout: float) -> None:
+        def __init__(self, positions: Tensor, *, branches: None, dropout: float) -> None:
             self.mask = block_mask(number_documents(positions))  # as on a GPU
 
     graphs = []

@@ -11,8 +11,10 @@ import torch
 from support import execute, read_metrics
 
 from recipes.checkpoint.saved_tensor import open_tensors
+from recipes.data.packed_batch import plan_branches
 from recipes.generation import Completion
 from recipes.numerics.loss import IGNORE_INDEX
+from recipes.task import policy
 from recipes.task.policy import PolicyTuning, _stack
 from recipes.tokenizer.bytes import byte_tokenizer
 
@@ -177,6 +179,22 @@ def test_rows_of_an_eager_run_on_a_cpu_have_no_column_that_all_pad(equal: Any) -
     _, widths, _ = equal
     assert widths
     assert all(width == longest for width, longest in widths), widths
+
+
+def test_prompts_that_are_read_once_for_their_completions_give_the_numbers_of_rows_read_apart(
+    whole: Callable[[str], Path], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[Any] = []
+    monkeypatch.setattr(policy, "plan_branches", lambda *rows, **sizes: plans.append(plan_branches(*rows, **sizes)))
+    apart = without_times(train(files, tmp_path / "run", *REUSED))
+    read = [plan["cells"].numel() for plan in plans if plan is not None]
+    assert len(read) == len(plans) == 2 + 6, "of two rollouts, and of six steps"
+    assert max(read) < 0.8 * 16 * min(plan["places"].shape[1] - 1 for plan in plans)
+    for row, expected in zip(without_times(read_metrics(whole("reused"))), apart, strict=True):
+        sampled = [name for name in expected if name.startswith(("reward/", "rollout/t"))]
+        assert {name: row[name] for name in sampled} == {name: expected[name] for name in sampled}
+        # at a learning rate of 0.01, five steps make a hundred times of the last digit
+        assert row == pytest.approx(expected, rel=1e-6 if row["step"] == 1 else 1e-3, abs=2e-7)
 
 
 def test_groups_without_spread_move_no_weight(equal: Any) -> None:
