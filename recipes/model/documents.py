@@ -46,13 +46,13 @@ class Documents:
     def __init__(self, positions: Tensor, *, branches: Tensor | None = None, dropout: float) -> None:
         numbers = self._numbers = number_documents(positions)  # [B, T]
         self.mask: Tensor | BlockMask
-        if _uses_flex_attention and positions.is_cuda and dropout == 0.0 and branches is None:
+        if branches is not None:
+            sees = (branches[:, None] == 0) | (branches[:, :, None] == branches[:, None])  # [B, T, T]
+            self.mask = dense_mask(numbers) & sees[:, None]
+        elif _uses_flex_attention and positions.is_cuda and dropout == 0.0:
             self.mask = block_mask(numbers)
         else:
             self.mask = dense_mask(numbers)
-        if branches is not None:
-            sees = (branches[:, None] == 0) | (branches[:, :, None] == branches[:, None])  # [B, T, T]
-            self.mask = self.mask & sees[:, None]
 
     def dense(self) -> Tensor:
         """Return the mask as [B, 1, T, T] bool for any kernel."""

@@ -71,15 +71,16 @@ class RewardModel:
         """Read the weights.
 
         Raises:
-            ConfigError: They are not there, or not those of a language model with one score.
+            ConfigError: They are not there, damaged, or not those of a language model with one score.
         """
         import torch  # lazy, as below: a rank has it, and who only constructs this class need not
 
-        from recipes.model.weights.files import locate
+        from recipes.model.weights.files import locate, open_weights
         from recipes.model.weights.hf_reward import load_classifier
 
         try:
-            model = load_classifier(locate(self.pretrained), expected_missing=())
+            with open_weights(folder := locate(self.pretrained)):  # whose errors say what is wrong with a file
+                model = load_classifier(folder, expected_missing=())
         except ConfigError as error:
             fix = f"{SETTING}=<what mode=export resume=<a run of recipe=reward_model> writes>"
             raise ConfigError(f"{SETTING}={self.pretrained}", error.reason, fix) from error

@@ -128,7 +128,7 @@ class AnswerTask(LanguageModeling):
         """
         if packing is not None:
             assert of_hidden is None
-            options = {"positions": find_positions(packing)}
+            options: dict[str, Any] = {"positions": find_positions(packing)}
             if "branches" in packing:
                 options["branches"] = packing["branches"]
             packed = self._of_rows(

@@ -35,7 +35,7 @@ from recipes.numerics.ema import average_weights
 from recipes.numerics.loss import sum_by_source, token_losses
 from recipes.optimizer import hold_averages
 from recipes.scheduler import Plateau
-from recipes.task.frozen import FrozenModel
+from recipes.task.frozen import FrozenModel, naming
 from recipes.task.resumable import OnEngine, Resumable
 
 Batch = dict[str, Any]
@@ -332,7 +332,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         self._convert_model(model, shards_weights=self.engine.shards_weights)
         self._compile_blocks(model)
         model.requires_grad_(False)
-        with frozen.named_in_errors():
+        with naming(frozen.section):
             initialize_part = functools.partial(initialize, seed=self.seed)
             placed = self.engine.materialize(model, initialize_part, is_trained=False)
         return placed.requires_grad_(False).eval()

@@ -36,20 +36,21 @@ class FrozenModel:
 
     def on_meta(self) -> nn.Module:
         """Return it unsharded and without storage."""
-        with torch.device("meta"), self.named_in_errors():
+        with torch.device("meta"), naming(self.section):
             return self.make()
 
-    @contextmanager
-    def named_in_errors(self) -> Iterator[None]:
-        """Let errors about the model, whose code speaks of `model.…`, name its section."""
-        try:
-            yield
-        except ConfigError as error:
-            setting, reason, fix = (
-                _OPTION.sub(f"model@{self.section}=", _KEY.sub(f"{self.section}.", text))
-                for text in (error.setting, error.reason, error.fix)
-            )
-            raise ConfigError(setting, reason, fix) from error
+
+@contextmanager
+def naming(section: str) -> Iterator[None]:
+    """Let errors about a model, whose code speaks of `model.…`, name its section of the config."""
+    try:
+        yield
+    except ConfigError as error:
+        setting, reason, fix = (
+            _OPTION.sub(f"model@{section}=", _KEY.sub(f"{section}.", text))
+            for text in (error.setting, error.reason, error.fix)
+        )
+        raise ConfigError(setting, reason, fix) from error
 
 
 @dataclass(frozen=True)

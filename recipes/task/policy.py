@@ -32,6 +32,7 @@ from recipes.reward.workers import RewardWorkers, Scores
 from recipes.rollout import Rollout
 from recipes.task.answers import AnswerTask, evaluating
 from recipes.task.base import Batch
+from recipes.task.frozen import naming
 from recipes.task.generation import list_tokens
 
 Entropy = Literal["loss", "measure"]  # with its gradient or without
@@ -95,8 +96,9 @@ class PolicyTuning(AnswerTask):
     @override
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        for model in self._rewards.models.values():
-            model.check_tokens(self.tokenizer)
+        for name, model in self._rewards.models.items():
+            with naming(f"reward.{name}"):
+                model.check_tokens(self.tokenizer)
 
     @override
     def hold_frozen_models(self) -> None:

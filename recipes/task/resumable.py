@@ -36,7 +36,7 @@ from recipes.numerics.nf4 import list_nf4
 from recipes.optimizer.param_groups import drop_unused_groups
 from recipes.optimizer.rules import GroupRow, get_rules, list_rows
 from recipes.parallel.stages import is_copy
-from recipes.task.frozen import Base, FrozenModel, check_base, check_frozen_model
+from recipes.task.frozen import Base, FrozenModel, check_base, check_frozen_model, naming
 
 _NOT_KEPT = ("params", "lr", "initial_lr")  # of an optimizer's groups: the config decides them
 
@@ -414,9 +414,11 @@ class Resumable(OnEngine):
             pretrained: Its folder or hub name.
 
         Raises:
-            ConfigError: The checkpoint that was loaded is of a run with another one.
+            ConfigError: The checkpoint that was loaded is of a run with another one, or its files cannot be read.
         """
-        self._remember(section, Base(pretrained, self._hash(pretrained)))
+        with naming(section):
+            base = Base(pretrained, self._hash(pretrained))
+        self._remember(section, base)
 
     def _remember(self, name: str, base: Base) -> None:
         self._bases_of_models[name] = base

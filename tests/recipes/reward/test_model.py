@@ -1,6 +1,7 @@
 """A reward model as the reward of a policy: its own scores, in one process, the same model for a whole run."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,22 @@ def test_another_tokenizer_is_refused_before_the_run_and_another_template_before
         function.check_tokens(words)
     with pytest.raises(ConfigError, match="another chat template"):
         function.check_tokens(own.with_chat_template("{{ messages }}"))
+
+
+def test_damaged_weights_are_refused_by_the_setting_that_names_them(
+    judge: tuple[nn.Module, Path], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = tmp_path / "cut"
+    shutil.copytree(judge[1], cut)
+    with (cut / "model.safetensors").open("rb+") as file:
+        file.truncate(2000)
+    assert execute(*list_overrides(prompts, tmp_path / "run", cut)) == 2
+    said = capsys.readouterr().out
+    assert f"reward.model.pretrained={cut}\n" in said, said
+    assert "reward.model.pretrained=<a complete copy of it>" in said
+    with pytest.raises(ConfigError, match="model.safetensors") as refused:
+        make(cut).load()  # where nothing trains, a process beside the rank finds it
+    assert refused.value.setting == f"reward.model.pretrained={cut}"
 
 
 def test_a_plan_counts_its_weights_on_the_device_of_each_rank_or_in_host_memory(
