@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recipes.errors import ConfigError, type_extra
@@ -25,6 +26,7 @@ _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # not EPS, whic
 MAX_PIXELS = 1 << 27  # 134 million, 400 MB as RGB: a photo has up to 108 million, ImageNet's largest 61
 MAX_SIDE = 65_535  # pixels, that of JPEG: a BMP skips up to 255 rows with two bytes
 MAX_BYTES = 1 << 29
+_BAND_PIXELS = 1 << 22
 _MAX_SLOW_PIXELS = 1 << 22  # where Pillow decodes in Python, about 1 us a pixel
 _SLOW = ("ppm", "ppm_plain", "bmp_rle")
 # pixels times passes: a progressive JPEG of a few kB can ask for thousands of passes over all of its pixels
@@ -78,12 +80,12 @@ def decode(data: bytes, num_channels: int) -> Tensor:
     if not data:
         raise BadImageError("it is empty (0 bytes)")
     try:
-        with module.open(io.BytesIO(data), formats=_FORMATS) as image:
-            _check_size(image, data)
-            image.load()
-            if (orientation := _read_orientation(image)) in _TURNS:  # Pillow turns a TIFF when it loads it
-                image = image.transpose(getattr(module.Transpose, _TURNS[orientation]))
-            pixels = np.array(_to_mode(image, "L" if num_channels == 1 else "RGB", module))  # [H, W(, 3)]
+        image = module.open(io.BytesIO(data), formats=_FORMATS)
+        _check_size(image, data)
+        image.load()
+        if (orientation := _read_orientation(image)) in _TURNS:  # Pillow turns a TIFF when it loads it
+            image = image.transpose(getattr(module.Transpose, _TURNS[orientation]))
+        pixels = _read_pixels(image, num_channels, module)
     except BadImageError:
         raise
     except module.DecompressionBombError as error:  # as soon as it is opened
@@ -93,7 +95,7 @@ def decode(data: bytes, num_channels: int) -> Tensor:
     except Exception as error:  # parsers answer damaged files with nearly any
         said = str(error).strip().partition("\n")[0] or type(error).__name__
         raise BadImageError(f"it is damaged: {said}") from error
-    return torch.from_numpy(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1))  # [C, H, W] uint8
+    return torch.from_numpy(pixels).permute(2, 0, 1)  # [C, H, W] uint8
 
 
 @functools.cache
@@ -138,6 +140,19 @@ def _read_orientation(image: Any) -> int:
         return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # nearly any, and no viewer shows one
         return 1
+
+
+def _read_pixels(image: Any, num_channels: int, module: Any) -> NDArray[np.uint8]:
+    """Return 8-bit gray or RGB, [H, W, C], converted in bands of rows: in the whole, several copies would be large."""
+    width, height = image.size
+    mode = "L" if num_channels == 1 else "RGB"
+    pixels = np.empty((height, width, num_channels), dtype=np.uint8)
+    num_rows = max(1, _BAND_PIXELS // width)
+    for top in range(0, height, num_rows):
+        bottom = min(top + num_rows, height)
+        band = image if num_rows >= height else image.crop((0, top, width, bottom))
+        pixels[top:bottom] = np.asarray(_to_mode(band, mode, module)).reshape(-1, width, num_channels)
+    return pixels
 
 
 def _to_mode(image: Any, mode: str, module: Any) -> Any:

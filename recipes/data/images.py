@@ -206,6 +206,14 @@ class ImageSource:
         """Return the test samples; None: there are none."""
         return self._images.get("test")
 
+    def count_classes(self) -> dict[str, int]:
+        """Return the training images of each class or label by its name; empty for values."""
+        targets, names = self._splits["train"].targets, self.class_names
+        if names is None:
+            return {}
+        of_each = targets.sum(dim=0) if targets.ndim == 2 else torch.bincount(targets, minlength=len(names))
+        return dict(zip(names, of_each.int().tolist(), strict=True))
+
     def describe_sample(self, index: int) -> dict[str, str]:
         """Return where a training image is, for the record of a step."""
         split = self._splits["train"]
@@ -253,6 +261,11 @@ class Images(Dataset[dict[str, Tensor]]):
         with seeded_generators(rng):
             # stacking would keep other strides in this process, and not in loader processes, and they change sums
             return {"inputs": self._transform.draw(image).contiguous(), "targets": targets}
+
+    @property
+    def num_values(self) -> int:
+        """Numbers of a sample, C S S."""
+        return self._transform.num_channels * self._transform.size**2
 
     @property
     def num_skipped(self) -> int:

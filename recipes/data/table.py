@@ -152,6 +152,15 @@ class Table:
             f"{filled}"
         )
 
+    def count_classes(self) -> dict[str, int]:
+        """Return the training rows of each class or label by its name; empty for values."""
+        rows = self._parts["train"]
+        if rows.class_names is None:
+            return {}
+        numbers = rows.targets
+        of_each = numbers.sum(dim=0) if numbers.ndim == 2 else torch.bincount(numbers, minlength=len(rows.class_names))
+        return dict(zip(rows.class_names, of_each.int().tolist(), strict=True))
+
     def train(self) -> "TableRows":
         """Return the training samples."""
         return TableRows(self._parts["train"], self._scaling)

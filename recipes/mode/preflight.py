@@ -39,6 +39,7 @@ from recipes.runtime.world import global_rank
 from recipes.trial.steps import reject_resume, take_steps
 
 _SAMPLES = 512  # inspected by the data checks
+_MAX_VALUES = 1 << 26  # numbers of the images that the data checks hold in memory, 256 MiB
 _SHOWN = 16
 _DRAWN = 32  # micro-batches per rank
 
@@ -104,9 +105,9 @@ class Checklist:
         for result in self._check_data(data):
             in_data.append(result)
             yield result
-        unusable = (data_checks.RANGE, data_checks.NUMBERS)
+        unusable = (data_checks.READABLE, data_checks.RANGE, data_checks.NUMBERS)
         if any(result.check in unusable and result.status == "fail" for result in in_data):
-            return  # a loss over such targets kills the process, on a GPU without a message
+            return  # training would end there; a loss over such targets kills the process, on a GPU without a message
         if self._resolved.config["rollout"]:
             yield from self._check_policy()
             return
@@ -156,15 +157,23 @@ class Checklist:
     def _check_data(self, source: DataSource) -> Iterator[Result]:
         train, val = source.train(), source.val()
         is_text = source.sample_kind == "tokens"
-        indices = data_checks.spread_indices(train, _SAMPLES if is_text else 2 * _SAMPLES)
+        num_samples = _SAMPLES if is_text else 2 * _SAMPLES
+        if hasattr(train, "find_bad"):  # encoded images, each of which takes milliseconds and a megabyte
+            num_samples = min(num_samples, max(1, _MAX_VALUES // train.num_values))
+            readable = self._check_readable(source, num_samples)
+            yield readable
+            if readable.status == "fail":
+                return
+        indices = data_checks.spread_indices(train, num_samples)
         samples = [train[index] for index in indices]
         tokenizer = source.tokenizer
         read = data_checks.draw_each(train, indices[:_SHOWN], seed=self._resolved.seed)
         decode = None if tokenizer is None else tokenizer.decode
-        self.shown = data_checks.show_samples(read[:2], decode, is_text=is_text)
+        names = getattr(source, "class_names", None)
+        self.shown = data_checks.show_samples(read[:2], decode, is_text=is_text, names=names)
         if source.sample_kind == "images":
             self.images = [
-                (sample["inputs"], data_checks.describe_targets(sample["targets"]).removeprefix("class "))
+                (sample["inputs"], data_checks.describe_targets(sample["targets"], names).removeprefix("class "))
                 for sample in read
             ]
         for line in self.shown:
@@ -176,9 +185,23 @@ class Checklist:
         else:
             found = "what is learned is generated while the run goes"
             yield Result(check="targets of the data", status="skip", found=found)
-        seen, held_out = data_checks.spread(train, 8 * _SAMPLES), data_checks.spread(val, _SAMPLES)
+        if hasattr(source, "count_classes") and (of_each := source.count_classes()):
+            yield data_checks.check_balance(of_each)
+        num_seen = 8 * _SAMPLES if num_samples >= _SAMPLES else num_samples
+        seen, held_out = data_checks.digest_each(train, num_seen), data_checks.digest_each(val, num_samples)
         is_complete = len(seen) == len(train) and len(held_out) == len(val)
         yield data_checks.check_splits(seen, held_out, is_complete=is_complete)
+
+    def _check_readable(self, source: DataSource, num_samples: int) -> Result:
+        bad: list[tuple[str, str]] = []
+        num_tried = 0
+        for split in (source.train(), source.val()):
+            dataset: Any = split
+            indices = data_checks.spread_indices(dataset, num_samples)
+            num_tried += len(indices)
+            bad += dataset.find_bad(indices)
+        skips = self._resolved.config["data"]["on_bad_image"] == "skip"
+        return data_checks.check_readable(bad, num_tried, skips=skips)
 
     def _check_targets(self, source: DataSource, samples: Sequence[Any]) -> Iterator[Result]:
         is_text = source.sample_kind == "tokens"

@@ -22,10 +22,14 @@ Sample = Mapping[str, Tensor]
 
 RANGE = "targets are classes of the model"
 NUMBERS = "targets are numbers of the model"
+READABLE = "images can be decoded"
 
 _MAX_TOKENS = 200_000  # to count pairs in: enough to see structure in any vocabulary, a second of counting
 _MAX_IMAGES = 1024
 _MAX_DRAWN = 64
+_MAX_IMBALANCE = 20
+_LIKELY = 0.5  # label, from 0 to 1
+_NUM_NAMED = 3  # files that cannot be read
 _MAX_PIXELS = 1024  # sampled when two images are compared
 _PRIOR = 5.0  # pseudo-counts of the frequencies of single tokens, in the frequencies of pairs
 _MIN_GAIN = 0.02  # nats per token; shuffled targets gain less than nothing
@@ -93,6 +97,35 @@ def check_shift(samples: Sequence[Sample]) -> Result:
         found=f"only {shifted:,} of {count:,} targets are the next input",
         remedy="right for targets that cross documents or come from elsewhere; else the data source shifts wrongly",
     )
+
+
+def check_readable(bad: Sequence[tuple[str, str]], num_tried: int, *, skips: bool) -> Result:
+    """Check that files of the data can be read.
+
+    Args:
+        bad: Name of each of those tried that cannot, and why.
+        num_tried: Files that were tried.
+        skips: Whether training replaces them; it ends at the first one otherwise.
+    """
+    found = f"{len(bad):,} of {num_tried:,} tried cannot be decoded"
+    found += "".join(f"; {name}: {reason}" for name, reason in bad[:_NUM_NAMED])
+    remedy = "they are replaced by the next ones: without them, every image is read once an epoch"
+    if not skips:
+        remedy = "training ends at the first one: data.on_bad_image=skip, or the data without them"
+    return judge(READABLE, found, passes=not bad, fails=not skips, remedy=remedy)
+
+
+def check_balance(of_each: Mapping[str, int]) -> Result:
+    """Check that no class is so much rarer than another that a mean over samples hardly sees it.
+
+    Args:
+        of_each: Training samples of each class by its name.
+    """
+    rarest, most = min(of_each, key=of_each.__getitem__), max(of_each, key=of_each.__getitem__)
+    found = f"{of_each[rarest]:,} of {rarest!r} to {of_each[most]:,} of {most!r}, in {len(of_each):,} classes"
+    remedy = "accuracy hardly depends on rare classes: look at val/f1, or weigh them with +loss.class_weights=[…]"
+    passes = of_each[most] <= _MAX_IMBALANCE * of_each[rarest]
+    return judge("classes have similar sizes", found, passes=passes, fails=False, remedy=remedy)
 
 
 def check_range(samples: Sequence[Sample], num_classes: int) -> Result:
@@ -261,16 +294,21 @@ def _are_equal(one: Sample, other: Sample) -> bool:
     return all(a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs)
 
 
-def check_splits(train: Sequence[Sample], val: Sequence[Sample], *, is_complete: bool) -> Result:
+def digest_each(dataset: SampleDataset, num_samples: int) -> list[bytes]:
+    """Return the hash of the inputs of samples spread evenly over a dataset, of which one is in memory at a time."""
+    return [digest(dataset[index]["inputs"]) for index in spread_indices(dataset, num_samples)]
+
+
+def check_splits(train: Sequence[bytes], val: Sequence[bytes], *, is_complete: bool) -> Result:
     """Check that no validation sample is among the training samples.
 
     Args:
-        train: Training samples.
-        val: Validation samples.
+        train: Hashes of training samples.
+        val: Hashes of validation samples.
         is_complete: Whether both are the whole splits.
     """
-    known = {digest(sample["inputs"]) for sample in train}
-    common = sum(digest(sample["inputs"]) in known for sample in val)
+    known = {*train}
+    common = sum(each in known for each in val)
     found = f"{common} of {len(val):,} are among {len(train):,} training samples{'' if is_complete else ' checked'}"
     remedy = "the validation loss will look better than it is: split by document or by source"
     return judge("validation samples are new", found, passes=common == 0, fails=common > 0.1 * len(val), remedy=remedy)
@@ -294,21 +332,28 @@ def check_repeats(digests: Sequence[bytes], num_samples: int, *, num_reads: int 
     return judge("the stream brings new samples", found, passes=passes, fails=fails, remedy=remedy)
 
 
-def describe_targets(targets: Tensor) -> str:
-    """Describe the targets of one sample: its class, or its first numbers."""
+def describe_targets(targets: Tensor, names: Sequence[str] | None = None) -> str:
+    """Describe the targets of one sample: its class or labels, by name where names are known, or its first numbers."""
     if not targets.is_floating_point() and targets.ndim == 0:
-        return f"class {int(targets)}"
+        number = int(targets)
+        return f"class {number if names is None or not 0 <= number < len(names) else names[number]}"
+    if names is not None and targets.ndim == 1:
+        shown = [name for name, value in zip(names, targets.tolist(), strict=True) if value > _LIKELY]
+        return ", ".join(shown[:4]) or "no label"
     values = ", ".join(f"{value:.3g}" for value in targets.reshape(-1)[:4].tolist())
     return f"targets {values}{', …' if targets.numel() > 4 else ''}"
 
 
-def show_samples(samples: Sequence[Sample], decode: Any, *, is_text: bool = True) -> list[str]:
+def show_samples(
+    samples: Sequence[Sample], decode: Any, *, is_text: bool = True, names: Sequence[str] | None = None
+) -> list[str]:
     """Format inputs and targets of samples for visual inspection.
 
     Args:
         samples: A few samples; those without targets are prompts.
         decode: Token ids -> text; None shows ids.
         is_text: Whether inputs [T] are tokens.
+        names: Names of the classes or labels; None: they have none.
     """
     shown = []
     for sample in samples:
@@ -327,7 +372,9 @@ def show_samples(samples: Sequence[Sample], decode: Any, *, is_text: bool = True
         if inputs.ndim > 1 or not is_text:
             shape = " x ".join(map(str, inputs.shape)) or "1"
             low, mean, high = float(inputs.min()), float(inputs.float().mean()), float(inputs.max())
-            shown.append(f"{describe_targets(targets)}: {shape} values from {low:.3g} to {high:.3g}, mean {mean:.3g}")
+            shown.append(
+                f"{describe_targets(targets, names)}: {shape} values from {low:.3g} to {high:.3g}, mean {mean:.3g}"
+            )
             continue
         for part, values in (("input", inputs), ("target", targets)):
             tokens = [int(value) for value in values[:24] if int(value) != IGNORE_INDEX]

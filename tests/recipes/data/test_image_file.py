@@ -79,6 +79,16 @@ def test_floats_are_0_to_1_and_nan_is_black():
     assert pixels(PIL.fromarray(values), "TIFF", channels=1) == [[0, 128, 255, 255, 0]]
 
 
+def test_a_large_image_is_converted_in_bands_that_fit_together(monkeypatch):
+    colors = np.random.default_rng(0).integers(256, size=(23, 9, 3), dtype=np.uint8)
+    palette = PIL.fromarray(colors).quantize(16)
+    found = [encoded(PIL.fromarray(colors), "PNG"), encoded(palette, "PNG", transparency=3)]
+    whole = [decode(data, 3) for data in found]
+    monkeypatch.setattr("recipes.data.image_file._BAND_PIXELS", 40)
+    assert torch.equal(whole[0], torch.from_numpy(colors).permute(2, 0, 1))
+    assert all(torch.equal(decode(data, 3), image) for data, image in zip(found, whole, strict=True))
+
+
 def test_1_bit_is_black_and_white():
     assert pixels(two_pixels("1", 0, 1), "PNG") == [[[0] * 3, WHITE]]
     assert pixels(two_pixels("1", 0, 1), "TIFF", channels=1) == [[0, 255]]

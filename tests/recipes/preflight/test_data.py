@@ -2,7 +2,17 @@
 
 import torch
 
-from recipes.preflight.data import check_dependence, check_range, check_repeats, check_shift, digest, show_samples
+from recipes.preflight.data import (
+    check_balance,
+    check_dependence,
+    check_range,
+    check_readable,
+    check_repeats,
+    check_shift,
+    describe_targets,
+    digest,
+    show_samples,
+)
 
 
 def test_rows_in_the_order_of_their_lengths_still_say_something_of_their_targets() -> None:
@@ -58,3 +68,27 @@ def test_rows_of_two_answers_are_compared_and_shown_one_by_one() -> None:
     assert [line.strip() for line in show_samples([sample], None)] == [
         *("input: [5, 6, 7, 8]", "target: [7, 8, 3]", "input: [5, 6, 9]", "target: [9, 3]"),
     ]
+
+
+def test_images_that_cannot_be_decoded_are_named_and_fail_where_training_would_end() -> None:
+    bad = [(f"{number}.png", "it is empty (0 bytes)") for number in range(5)]
+    found = check_readable(bad, 100, skips=False)
+    assert found.status == "fail"
+    assert found.found == "5 of 100 tried cannot be decoded" + "".join(
+        f"; {number}.png: it is empty (0 bytes)" for number in range(3)
+    )
+    assert check_readable(bad, 100, skips=True).status == "warn"
+    assert check_readable([], 100, skips=False).status == "pass"
+
+
+def test_classes_of_which_one_is_21_times_as_large_are_worth_a_look() -> None:
+    assert check_balance({"ant": 20, "bee": 1}).status == "pass"
+    found = check_balance({"ant": 21, "bee": 1, "cat": 5})
+    assert (found.status, found.found) == ("warn", "1 of 'bee' to 21 of 'ant', in 3 classes")
+
+
+def test_targets_are_shown_by_their_names() -> None:
+    assert describe_targets(torch.tensor(1), ["ant", "bee"]) == "class bee"
+    assert describe_targets(torch.tensor(7), ["ant", "bee"]) == "class 7"
+    assert describe_targets(torch.tensor([1.0, 0.0, 1.0]), ["ant", "bee", "cat"]) == "ant, cat"
+    assert describe_targets(torch.tensor([0.25, 2.0])) == "targets 0.25, 2"

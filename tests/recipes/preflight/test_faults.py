@@ -25,20 +25,25 @@ SMALL_AND_RANDOM = (
 IMAGES = ("model=resnet18", "trainer.accelerator=cpu", "global_batch_size=8")
 
 
-def run_preflight(folder: Path, *overrides: str, steps: int = 20, **targets: str) -> tuple[int, dict[str, str]]:
-    """Run the checks with other constructors in some sections; return the exit code and status by check."""
+def run_preflight(
+    folder: Path, *overrides: str, steps: int = 20, shown: list[Any] | None = None, **targets: str
+) -> tuple[int, dict[str, str]]:
+    """Run the checks with other constructors in some sections; return the exit code and status by check.
+
+    The images of the page are appended to `shown`.
+    """
     composed, mistakes = compose_and_check([*overrides, "mode=preflight", f"mode.overfit_steps={steps}"])
     assert composed is not None, mistakes
     assert not mistakes, [str(mistake) for mistake in mistakes]
     config: dict[str, Any] = composed.config
     for section, name in targets.items():
         config = config | {section: config[section] | {"_target_": f"{FAULTS}.{name}"}}
-    written: dict[str, Any] = {}
+    images_of_page = [] if shown is None else shown
     code = preflight(
         replace(composed, config=config, run_folder=folder / "run"),
         overfit_steps=steps,
         path=str(folder / "preflight"),
-        write_page=lambda path, results, images, **_: written.update(images=images),
+        write_page=lambda path, results, images, **_: images_of_page.extend(images),
     )
     assert not (folder / "run").exists()
     results = json.loads((folder / "preflight" / "preflight.json").read_text())["results"]
@@ -152,3 +157,23 @@ def test_a_resumed_run_is_rejected(tmp_path: Path) -> None:
             replace(composed, config=composed.config | {"resume": "x"}),
             overfit_steps=10, path=None, write_page=lambda *_, **__: None,
         )  # fmt: skip
+
+
+def test_images_in_files_are_shown_with_their_classes_and_a_broken_one_ends_the_checks(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for number in range(24):
+        file = tmp_path / "photos" / ("ant", "bee")[number % 2] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        image.new("RGB", (8, 8), (255 * (number % 2), number, 0)).save(file)
+    overrides = [*IMAGES, *SMALL_AND_RANDOM, "data=image_folder", f"data.path={tmp_path / 'photos'}"]
+    kept = [each for each in overrides if not each.startswith(("data.random", "data=digits"))]
+    typed = [*kept, "model.num_classes=2", "model.in_channels=3", "transform=small_images", "transform.size=8"]
+    found: list[Any] = []
+    _, checks = run_preflight(tmp_path, *typed, "data.val_fraction=0.3", steps=10, shown=found)
+    assert checks["images can be decoded"] == "pass"
+    assert checks["classes have similar sizes"] == "pass"
+    assert {label for _, label in found} == {"ant", "bee"}
+    (tmp_path / "photos" / "bee" / "1.png").write_bytes(b"")
+    code, checks = run_preflight(tmp_path, *typed, "data.val_fraction=0.3")
+    assert code == ExitCode.CHECK_FAILED
+    assert checks == {"images can be decoded": "fail"}
