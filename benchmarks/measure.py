@@ -10,6 +10,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import recipes  # noqa: F401  # before Lightning, which then imports torchvision beside a CPU build of torch
+
+# isort: split
 from dataclasses import replace
 
 from recipes.build import Run, build  # isort: skip: before Lightning, whose import may need torchvision mended

@@ -155,7 +155,8 @@ class Checklist:
         )
 
     def _check_data(self, source: DataSource) -> Iterator[Result]:
-        train, val = source.train(), source.val()
+        train: Any = source.train()
+        val = source.val()
         is_text = source.sample_kind == "tokens"
         num_samples = _SAMPLES if is_text else 2 * _SAMPLES
         if hasattr(train, "find_bad"):  # encoded images, each of which takes milliseconds and a megabyte
