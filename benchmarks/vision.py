@@ -10,6 +10,7 @@
 """
 
 import csv
+import re
 import statistics
 import sys
 import tempfile
@@ -42,6 +43,7 @@ def train(folder: Path, overrides: Sequence[str], seed: int) -> dict[str, float]
     import lightning_recipes as lr
 
     print(folder.name, f"seed {seed}", *overrides, file=sys.stderr, flush=True)
+    folder = folder.with_name(re.sub(r"\W+", "_", folder.name))
     began = time.monotonic()
     lr.compose(*overrides, *COMMON, f"seed={seed}", f"hydra.run.dir={folder}").fit()
     rows = [row for row in lr.read(folder).rows if "val/loss" in row]
@@ -100,7 +102,7 @@ def measure_digits(folder: Path) -> list[dict[str, str]]:
     digits = write_digits(folder)
     bases = {}
     for seed in SEEDS:
-        bases[seed] = folder / f"base {seed}"
+        bases[seed] = folder / f"base_{seed}"
         typed = ["data=letters", *VIT, "model.num_classes=26", *AUGMENTED, "trainer.max_steps=600", "warmup_steps=30"]
         typed += ["global_batch_size=78", "optimizer.lr=1e-3", "eval_every=600", "loss.label_smoothing=0.1"]
         train(bases[seed], [*typed, "save_every=600"], seed)
@@ -129,7 +131,7 @@ def measure_features(folder: Path) -> list[dict[str, str]]:
     length = ["trainer.max_steps=200", "warmup_steps=20", "eval_every=200", "log_every=50"]
     bases = {}
     for seed in SEEDS:
-        bases[seed] = folder / f"simclr {seed}"
+        bases[seed] = folder / f"simclr_{seed}"
         typed = ["recipe=simclr", *model, f"data.path={digits['all']}", *GRAY, "global_batch_size=256"]
         train(bases[seed], [*typed, *length, "micro_batch_size=64", "optimizer.lr=1e-3", "save_every=200"], seed)
     few = [*model, "model.num_classes=10", "data=image_folder", f"data.path={digits['few']}", *AUGMENTED]
