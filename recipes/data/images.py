@@ -265,7 +265,7 @@ class Images(Dataset[dict[str, Tensor]]):
     @property
     def num_values(self) -> int:
         """Numbers of a sample, C S S."""
-        return self._transform.num_channels * self._transform.size**2
+        return self._transform.num_channels * self._transform.pixels.size**2
 
     @property
     def num_skipped(self) -> int:

@@ -150,9 +150,11 @@ class LetterImages(Dataset[dict[str, Tensor]]):
         """Return the number of images, N."""
         return len(self._labels)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return the sample of a validation: inputs [1, size, size] float, targets [] int64."""
-        return {"inputs": self._transform(self._images[index]), "targets": self._labels[index]}
+    def read(self, number: int) -> bytes:
+        """Return an image as a PGM file."""
+        height, width = self._images.shape[1:]
+        pixels: bytes = self._images[number].tobytes()
+        return b"P5 %d %d 255\n" % (width, height) + pixels
 
     def sample(self, index: int, rng: Generator) -> dict[str, Any]:
         """Return the sample as it is drawn: inputs [1, size, size] float, targets [] int64."""
