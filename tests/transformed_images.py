@@ -39,6 +39,7 @@ TRANSFORM: dict[str, Any] = {
     "mix_probability": 1.0,
     "mix_switch": 0.5,
     "mix_epochs": None,
+    "views": 1,
 }
 
 

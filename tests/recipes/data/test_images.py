@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformed_images import make_transform
 
 from recipes.data.draws import DrawnSamples, rng_at
 from recipes.data.image_folder import ImageFolder
@@ -26,10 +27,8 @@ NUM_OF_EACH = 8
 
 
 def transform(**settings):
-    known = {"size": 8, "crop": "padded", "scale": [0.5, 1.0], "ratio": [0.75, 1.33], "padding": 2, "flip": 0.5}
-    known |= {"policy": "none", "num_operations": 2, "magnitude": 9, "color_jitter": 0.2, "erase": 0.0}
-    known |= {"eval_crop": 1.0, "interpolation": "bilinear", "mean": [0.5] * 3, "std": [0.25] * 3}
-    return ImageTransform(**known | settings)
+    known = {"crop": "padded", "padding": 2, "color_jitter": 0.2, "eval_crop": 1.0}
+    return make_transform(**known | settings)
 
 
 def common():
