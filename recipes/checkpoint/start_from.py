@@ -230,7 +230,8 @@ class SourceRun:
         with reading(path, self._setting, FIX):
             saved = _select(state, self._weights, setting=self._setting)
             record = BaseRecord.read(state)
-            num_rows = state["model_settings"].get("vocab_size")
+            self._source_settings = state["model_settings"]
+            num_rows = self._source_settings.get("vocab_size")
             step, before = int(state["global_step"]), _read_steps(state)
             self._check_settings(state, model)
         if record is not None:
@@ -257,7 +258,12 @@ class SourceRun:
     def _check_settings(self, state: State, model: nn.Module) -> None:
         """Check that the weights compute the same in this model: some settings change no shape. Tokens may be added."""
         published: Any = getattr(model, "published_config", dict)
-        pairs = [(f"model.{key}", value, self._model_settings) for key, value in state["model_settings"].items()]
+        of_head = getattr(model, "new_head_with", ())
+        pairs = [
+            (f"model.{key}", value, self._model_settings)
+            for key, value in state["model_settings"].items()
+            if key not in of_head
+        ]
         pairs += [(key, value, published()) for key, value in state["published_config"].items()]
         for name, value, own in pairs:
             now = own.get(name.removeprefix("model."), value)
@@ -293,6 +299,8 @@ class SourceRun:
             self._account_for_adapter(own, saved)
             return
         own_rows: int | None = getattr(model, "vocab_size", None)
+        for name in self._find_other_head(own, saved, model):
+            del saved[name], self._saved[name]
         for name in own.keys() & saved.keys():
             kept_rows = num_rows if num_rows is not None and own_rows is not None and own_rows >= num_rows else None
             if name in _VOCABULARY and kept_rows is not None and saved[name][1:] == own[name][1:]:
@@ -316,6 +324,25 @@ class SourceRun:
             self._lines.append(
                 f"  vocabulary: {own_rows - num_rows} new tokens, rows {num_rows} to {own_rows} of {names}"
             )
+
+    def _find_other_head(
+        self, own: Mapping[str, torch.Size], saved: Mapping[str, torch.Size], model: nn.Module
+    ) -> list[str]:
+        """Return the tensors whose rows are outputs of a head that has another number of them in this model."""
+        changed = {
+            (self._source_settings[key], self._model_settings[key]): key
+            for key in getattr(model, "new_head_with", ())
+            if self._source_settings.get(key, self._model_settings.get(key)) != self._model_settings.get(key)
+        }
+        found = []
+        for name in own.keys() & saved.keys():
+            (there, *of_there), (here, *of_here) = (*saved[name], 0), (*own[name], 0)
+            if there != here and of_there == of_here and (there, here) in changed:
+                found.append(name)
+        if found:
+            [(there, here)] = changed
+            self._lines.append(f"  head of {there} outputs there and {here} here, which begins anew")
+        return found
 
     def _account_for_adapter(self, own: Mapping[str, torch.Size], saved: Mapping[str, torch.Size]) -> None:
         assert self._base is not None, "it is the checkpoint of an adapter"

@@ -191,6 +191,12 @@ def read_free_at_resume(node: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(declared)
 
 
+def read_new_head_with(node: Mapping[str, Any]) -> frozenset[str]:
+    """Return the settings of a model with which its head begins anew if they are not those of the run started from."""
+    declared: Any = find_signature(node["_target_"]).constants.get("new_head_with", ())
+    return frozenset(declared)
+
+
 def _read_declared(target: str, traits: Any) -> dict[str, Any]:
     """Return those constants of a target that a class of traits has a field for."""
     constants = find_signature(target).constants

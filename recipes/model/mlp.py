@@ -55,6 +55,7 @@ class MLP(nn.Module):
     """
 
     input_kind: ClassVar[str] = "tensors"
+    new_head_with: ClassVar[tuple[str, ...]] = ("num_classes",)  # start_from= may change it
 
     def __init__(
         self,

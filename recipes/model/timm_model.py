@@ -50,6 +50,7 @@ class TimmModel(nn.Module):
 
     input_kind: ClassVar[str] = "images"
     published_format: ClassVar[str] = "timm"
+    new_head_with: ClassVar[tuple[str, ...]] = ("num_classes",)  # start_from= may change it
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from recipes.config.check.types import to_setting
 from recipes.config.local_path import find_address
 from recipes.config.resolved import Awaited, ResolvedRun
 from recipes.config.start_from import find_source, read_source, read_source_adapter
-from recipes.config.traits import read_adapter, read_free_at_resume, read_settings_of_weights, read_task
+from recipes.config.traits import read_adapter, read_free_at_resume, read_new_head_with, read_settings_of_weights, read_task
 from recipes.errors import ConfigError, for_shell, type_setting
 from recipes.run_folder import (
     CHECKPOINTS,
@@ -138,7 +138,7 @@ def _check_model(run: ResolvedRun, source: Mapping[str, Any]) -> Iterator[Config
     theirs, ours = read_settings_of_weights(before), read_settings_of_weights(now)
     typed = {override.lstrip("+~").partition("=")[0] for override in run.typed}
     free = {key for key in read_free_at_resume(now) if f"model.{key}" in typed}
-    free |= {*run.task.unused_model_settings, *_read_unused(source)}
+    free |= {*run.task.unused_model_settings, *_read_unused(source), *read_new_head_with(now)}
     different = {
         key: theirs.get(key)
         for key, value in ours.items()
