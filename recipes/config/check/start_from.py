@@ -10,7 +10,13 @@ from recipes.config.check.types import to_setting
 from recipes.config.local_path import find_address
 from recipes.config.resolved import Awaited, ResolvedRun
 from recipes.config.start_from import find_source, read_source, read_source_adapter
-from recipes.config.traits import read_adapter, read_free_at_resume, read_new_head_with, read_settings_of_weights, read_task
+from recipes.config.traits import (
+    read_adapter,
+    read_free_at_resume,
+    read_new_head_with,
+    read_settings_of_weights,
+    read_task,
+)
 from recipes.errors import ConfigError, for_shell, type_setting
 from recipes.run_folder import (
     CHECKPOINTS,
