@@ -31,6 +31,7 @@ _TAKEN = ("num_samples", "num_tokens", "num_token_pairs", "num_targets", "source
 _OF_TOKENS = ("positions", "num_inputs")  # those that samples of tokens may have
 # methods of a dataset that the stream calls if it has them, see `SampleDataset`
 _OPTIONAL = ("count_inputs", "make_order")
+_UINT32 = np.uint64((1 << 32) - 1)
 _NUMPY = MT19937(0)  # that of numpy while a sample is read
 
 Kind = Literal["tensors", "images", "tokens"]
@@ -386,7 +387,8 @@ def seeded_generators(rng: Generator) -> Iterator[None]:
     They are afterwards as they were, so the dropout of a rank without loader processes does not depend on its samples.
     numpy's and torch's read 32 bits of a seed: two of 65,536 samples probably draw the same from one of them.
     """
-    of_python, of_numpy, of_torch = (int(word) for word in rng.integers(1 << 32, size=3))
+    # as they are: `integers` takes 20 us more beside the decoding of an image, which empties the caches
+    of_python, of_numpy, of_torch = (rng.bit_generator.random_raw(3) & _UINT32).tolist()
     numpys: Any = np.random  # whose stubs (2.4) leave out these two functions
     host = torch.default_generator  # `torch.manual_seed` would also seed those of the devices
     states = random.getstate(), numpys.get_bit_generator(), host.get_state()
