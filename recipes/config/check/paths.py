@@ -37,6 +37,7 @@ from recipes.run_folder import (
 )
 
 _SOURCES = "recipes.data."
+_OF_STORES = (f"{_SOURCES}token_shards.", f"{_SOURCES}image_shards.")
 _PROTOCOL = "://"  # of a data set or a bucket, which only its own library finds
 _OF_MODEL = re.compile(r"\+*(model|recipe|hydra\.searchpath)[=.]")  # what is typed says which model is meant
 _NEWEST = ("last", "latest", "newest", "best", "true", "yes", "continue")  # of other projects
@@ -113,7 +114,7 @@ def _check_data_path(section: str, data: Mapping[str, Any]) -> Iterator[ConfigEr
 def _check_protocol(section: str, name: str, data: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Reject an address, which few sources of data read."""
     path, target = str(data[name]), str(data.get("_target_"))
-    if not target.startswith(_SOURCES) or target.startswith(f"{_SOURCES}token_shards."):
+    if not target.startswith(_SOURCES) or target.startswith(_OF_STORES):
         return
     setting, key = f"{section}.{name}={path}", f"{section}.{name}"
     protocol, _, rest = path.partition(_PROTOCOL)
@@ -128,7 +129,8 @@ def _check_protocol(section: str, name: str, data: Mapping[str, Any]) -> Iterato
     elif target.startswith(f"{_SOURCES}token_file."):
         yield ConfigError(setting, reason, f"{key}=<a copy on disk>, or {option}=token_shards {key}={path}")
     elif protocol == "hf" and not reads_hub:
-        yield ConfigError(setting, reason, f"{option}=documents {key}={path}")
+        reader = "image_table" if target.startswith(f"{_SOURCES}image_") else "documents"
+        yield ConfigError(setting, reason, f"{option}={reader} {key}={path}")
     elif protocol != "hf":
         yield ConfigError(setting, reason, f"{key}=<a copy on disk>")
 
