@@ -14,7 +14,7 @@ from recipes.data.image_file import BadImageError, decode
 
 PIL = pytest.importorskip("PIL.Image")
 pytestmark = pytest.mark.filterwarnings("ignore:::PIL")
-NUM_QUICK, NUM_LONG = 300, 20_000
+NUM_QUICK, NUM_LONG = 150, 20_000
 MAX_MIB = 1100  # above what is used before: an RGB image of the most pixels, twice, as it is converted
 MAX_SECONDS = 30.0  # of one file, on a busy core: the most pixels are 134 million
 SAVED = (
@@ -130,7 +130,7 @@ def decode_damaged(num_files, seed):
     return num_images, slowest[0], used
 
 
-def test_hundreds_of_damaged_images_end_as_an_image_or_an_error():
+def test_a_hundred_and_fifty_damaged_images_end_as_an_image_or_an_error():
     num_images, seconds, mib = decode_damaged(NUM_QUICK, seed=0)
     assert 0 < num_images < NUM_QUICK
     assert seconds < MAX_SECONDS
