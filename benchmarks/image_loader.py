@@ -3,7 +3,7 @@
 The same files and the same random transforms: the plain one as torchvision's documentation has it, on the images of
 Pillow, and the other way round, on tensors from the beginning. 192 JPEGs of 500 x 375 pixels are made first.
 
-    python benchmarks/image_loader.py [--rounds 7] [--workers 0 1 2]
+    python benchmarks/image_loader.py [--rounds 5] [--workers 0 1 2]
 """
 
 import argparse
@@ -124,7 +124,7 @@ def processor_seconds() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()
     torch.set_num_threads(1)
