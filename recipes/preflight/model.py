@@ -128,7 +128,9 @@ def _check_first_loss(loss: float, expected: Expected) -> Result:
 def _check_loss(loss: Tensor, logits: Tensor, batch: Batch, expected: Expected) -> Result:
     """Compare the task's loss with the cross-entropy of its logits over the real classes."""
     real = logits[..., : expected.num_classes].flatten(0, -2)  # [B * T, V]
-    own = float(F.cross_entropy(real, batch["targets"].flatten(), ignore_index=IGNORE_INDEX))
+    targets = batch["targets"]  # [B, T], or probabilities [B, V] of mixed samples
+    known = targets if targets.is_floating_point() else targets.flatten()
+    own = float(F.cross_entropy(real, known, ignore_index=IGNORE_INDEX))
     found = f"{float(loss):.5f}; of the logits over {expected.num_classes} classes {own:.5f}"
     passes = math.isclose(float(loss), own, rel_tol=1e-3, abs_tol=1e-5)
     remedy = "the loss is divided by something other than its number of targets, or counts classes that do not exist"
@@ -144,9 +146,12 @@ def _check_objective(
     [objective], [loss_sum] = (list(sums.values()) for sums in (sum_by_count(terms), logged_by_count(terms)))
     _, logits = forward(batch)
     real = logits[..., : expected.num_classes].flatten(0, -2).double()  # [B * T, V]
-    carries = batch["targets"].flatten() != IGNORE_INDEX
+    carries = loss.has_loss(batch["targets"]).flatten()  # [B * T]
     log_probabilities = real.log_softmax(dim=-1)
-    target = log_probabilities.gather(1, batch["targets"].flatten().clamp(min=0)[:, None]).squeeze(1)
+    if batch["targets"].is_floating_point():  # probabilities [B, V] of mixed samples
+        target = (log_probabilities * batch["targets"]).sum(dim=-1)
+    else:
+        target = log_probabilities.gather(1, batch["targets"].flatten().clamp(min=0)[:, None]).squeeze(1)
     smoothing = loss.label_smoothing
     each = -(1 - smoothing) * target - smoothing * log_probabilities.mean(dim=-1)
     each = each + loss.z_loss * real.logsumexp(dim=-1).square()
