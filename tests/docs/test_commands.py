@@ -105,7 +105,8 @@ def _make_workplace(folder: Path) -> Path:
     (folder / "my_rewards.py").write_text("def score(completions, **given):\n    return [0.0 for _ in completions]\n")
     (folder / "logs/judge/export").mkdir(parents=True)
     (folder / "logs/judge/export/config.json").write_text('{"architectures": ["GPT2ForSequenceClassification"]}')
-    for name in ("raw", "tokens", "prepared/documents"):
+    (folder / "convnext_tiny.safetensors").write_bytes(bytes(8))
+    for name in ("raw", "tokens", "prepared/documents", "photos", "imagenet"):
         (folder / name).mkdir(parents=True)
     from omegaconf import OmegaConf
 
