@@ -26,7 +26,7 @@ from recipes.launcher.environ import forget_slurm
 from recipes.launcher.submit import is_for_cluster, submit
 from recipes.pipeline.main import is_pipeline, run_pipeline
 from recipes.project import NEW, write_project
-from recipes.runtime.console import accept_any_text
+from recipes.runtime.console import accept_any_text, say
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.process import exit_process
 from recipes.runtime.torch_variables import find_variables_of_torch
@@ -42,7 +42,7 @@ def main() -> int:
     if sys.argv[1:2] == [NEW]:
         return write_new_project(sys.argv[2:])
     if "--version" in sys.argv[1:]:
-        print(describe_version())
+        say(describe_version())
         return ExitCode.FINISHED
     said, mistakes = read_variables(Path.cwd(), os.environ)
     if said is not None and global_rank() == 0:
@@ -78,8 +78,8 @@ def write_new_project(words: Sequence[str]) -> int:
     except ConfigError as mistake:
         print(format_report([mistake], "No project was written."), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
-    print(f"{folder} has a project that trains; its README.md says what is where.")
-    print(f"type: {shell('cd', folder)} && {INSTALLED} recipe=first")
+    say(f"{folder} has a project that trains; its README.md says what is where.")
+    say(f"type: {shell('cd', folder)} && {INSTALLED} recipe=first")
     return ExitCode.FINISHED
 
 

@@ -41,11 +41,12 @@ def run_pipeline(args: Namespace, folder: Path, name: str) -> int:
     if mistakes := _reject_others(args):
         return _report(mistakes)
     from recipes.pipeline.pipeline import check_pipeline
+    from recipes.runtime.console import say
     from recipes.runtime.lock import lock_run_folder
 
     command, planned, mistakes = check_pipeline(args.overrides, config_folder=folder, config_name=name)
     if args.help and not mistakes:
-        print(_describe(command))
+        say(_describe(command))
         return ExitCode.FINISHED
     if mistakes := mistakes or [*_check_folder(command.folder)]:
         return _report(mistakes)

@@ -16,7 +16,7 @@ from recipes.config.commands import list_classes, repeat_command
 from recipes.config.overrides import is_about_sweep, make_override
 from recipes.config.resolved import Awaited, ResolvedRun
 from recipes.config.resume import ResumedRun, select_inherited
-from recipes.errors import ConfigError, format_report
+from recipes.errors import ConfigError, format_report, type_command
 from recipes.files import tolerating, write_atomically
 from recipes.launcher import Launcher
 from recipes.launcher.composed_job import compose_job
@@ -183,9 +183,13 @@ def _check_written(run: ResolvedRun, before: Iterable[Planned]) -> Iterator[Conf
 def name_stages(planned: Sequence[Planned]) -> Iterator[ConfigError]:
     """Yield each error once, with the stages that have it."""
     found: dict[tuple[str, str, str], list[str]] = {}
+    sweep = type_command("-m ")
     for each in planned:
         for mistake in each.mistakes:
-            found.setdefault((mistake.setting, mistake.reason, mistake.fix), []).append(each.stage.name)
+            fix = mistake.fix
+            if sweep in fix:  # a pipeline is not swept
+                fix = fix.partition(sweep)[0].removesuffix(", or ") or f"{mistake.setting.partition('=')[0]}=<value>"
+            found.setdefault((mistake.setting, mistake.reason, fix), []).append(each.stage.name)
     for (setting, reason, fix), names in found.items():
         stages = f"stage{'s' if len(names) > 1 else ''} {', '.join(names)}"
         yield ConfigError(f"{stages}: {setting}", reason, fix)

@@ -124,6 +124,14 @@ def accept_any_text() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def say(text: str) -> None:
+    """Print an answer; what its reader no longer takes, as of `--help | head`, is dropped."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def open_console(log_file: Path | None = None, *, speaks: bool = True) -> None:
     """Log to the console and, if given, also to a file; silence known noise.
 

@@ -167,3 +167,13 @@ def test_the_help_of_the_installed_command_has_its_name(
         printed = capsys.readouterr().out
         assert f"\n{shown} [group=option …] [key=value …]\n" in printed
         assert f"\nSweep: {shown} -m optimizer.lr" in printed
+
+
+@pytest.mark.parametrize("words", ["pipeline=chat_nano --help", "--version"])
+def test_an_answer_that_nobody_reads_to_its_end_is_no_error(words: str) -> None:
+    command = [sys.executable, str(ROOT / "train.py"), *words.split()]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        _, said = process.communicate()
+    assert (process.returncode, said) == (0, "")

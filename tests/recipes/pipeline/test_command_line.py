@@ -171,7 +171,7 @@ def test_a_mode_leaves_out_what_was_typed_for_an_option_of_its_run_that_it_repla
         ("data=stdlib_txt", "data=stdlib_text"),
         ("mode=evalute", "mode=evaluate"),
         ("data={", "data=<option>"),
-        ("data.val_fraction=0.1,0.2", "-m"),
+        ("data.val_fraction=0.1,0.2", "data.val_fraction=<value>"),
     ],
 )
 def test_what_is_wrong_in_a_mode_on_another_stage_is_one_mistake(own: Path, typed: str, fix: str) -> None:
@@ -223,6 +223,15 @@ def test_a_stage_that_exports_no_model_before_is_one_mistake(own: Path, named: s
     assert mistake == f"stage ppo: reward.model.pretrained={named}: {reason}; {fix}"
     command = _read(own, name="other")
     assert [*name_stages(plan_stages(command.stages, config_folder=CONF, config_name="config"))] == []
+
+
+@pytest.mark.parametrize(("value", "fix"), [("1,2", "1.2"), ("1e-3,1e-4", "<value>")])
+def test_several_values_in_a_stage_are_not_answered_with_a_sweep(own: Path, value: str, fix: str) -> None:
+    command = _read(own, f"stages.sft.optimizer.lr={value}")
+    planned = plan_stages(command.stages, config_folder=CONF, config_name="config")
+    [mistake] = [*name_stages(planned)]
+    assert mistake.setting == f"stage sft: optimizer.lr={value}"
+    assert mistake.fix == f"optimizer.lr={fix}"
 
 
 def test_a_stage_without_its_pipeline_is_answered_with_the_pipelines() -> None:
