@@ -665,11 +665,15 @@ def _loss_of_other_targets(
     elif _LOSSES_OF_ANSWERS.keys() & {*read}:
         fixes = ["data=prompts" if "completions" in read else "data=preferences"]
     is_typed = any(override.startswith(f"data.{setting}=") for override in overrides)
-    can_be_other = kind not in _LOSSES_OF_ANSWERS or read[0] in _LOSSES_OF_ANSWERS
+    samples = "completions" in read
+    can_be_other = (kind not in _LOSSES_OF_ANSWERS or read[0] in _LOSSES_OF_ANSWERS) and not samples
     if setting is not None and not is_typed and can_be_other:
         fixes = [f"data.{setting}={read[0]}"]
     loss, data = _get_option(config, choices, "loss"), _get_option(config, choices, "data")
     reason = f"the loss reads {' or '.join(read)}, the targets of the data are {kind}"
+    if samples:
+        reason = "it learns from completions that are sampled for prompts, and this data holds texts to learn from"
+        fixes = ["data=prompts data.path=<rows with a prompt each>"]
     yield ConfigError(f"loss={loss} data={data}", reason, " ".join(fixes))
 
 

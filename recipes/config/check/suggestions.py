@@ -17,7 +17,7 @@ from recipes.config.epochs import MAX_STEPS
 from recipes.config.overrides import REFERENCE, for_shell
 from recipes.config.search_path import find_config_folders
 from recipes.config.signature import find_signature
-from recipes.config.traits import read_target_kind
+from recipes.config.traits import read_target_kind, read_target_kinds
 from recipes.errors import type_command
 
 # common names of a precision or a strategy -> option
@@ -127,7 +127,8 @@ _SETTING_ALIASES = {
     "seed_everything": "seed",
     **dict.fromkeys(("max_completion_length", "response_length"), "rollout.max_new_tokens"),
     **dict.fromkeys(("num_ppo_epochs", "ppo_epochs"), "rollout.num_iterations"),
-    **dict.fromkeys(("kl_coef", "init_kl_coef"), "loss.kl_weight"),
+    **dict.fromkeys(("beta", "kl_coef", "init_kl_coef"), "loss.kl_weight"),
+    "kl_weight": "loss.beta",
     "cliprange": "loss.epsilon",
     "loss_type": "loss.kind",
 }
@@ -482,7 +483,13 @@ def _find_options(
     if section == ["mode"] and any(text.startswith("mode=") for text in config.hydra.overrides.task):
         return []
     task = get_choice("task", config) if "task" in config.hydra.runtime.choices else None
-    return _options_with(section[0], missing[0], typed, task=task)
+    options = _options_with(section[0], missing[0], typed, task=task)
+    if section == ["loss"]:  # of the same targets; what reads others needs another task
+        kinds = {*read_target_kinds(config["loss"])}
+        options = [
+            each for each in options if kinds & {*read_target_kinds(read_option("loss", each, typed))}
+        ] or options
+    return options
 
 
 def _options_with(group: str, key: str, typed: Sequence[str], *, task: str | None = None) -> list[str]:
@@ -528,6 +535,8 @@ def suggest_options(key: str, typed: str, overrides: Sequence[str]) -> str | Non
 
 def _choose(group: str, options: list[str], config: Any, typed: Sequence[str]) -> list[str]:
     """Return the overrides that choose each of these options, added to the chosen ones if a group allows several."""
+    if group == "loss" and "completions" in read_target_kinds(config["loss"]):
+        return [f"recipe={option}" for option in options]  # each is of a task of its own
     if not is_list_of_options(group):
         return [f"{group}={option}" for option in options]
     return [suggest_addition(group, options[0], get_choice(group, config), typed)]

@@ -65,6 +65,12 @@ MISTAKES = {
         "data=mixture task=policy: a mixture is of texts, and a policy answers prompts; type data=prompts"
         " data.path=<a folder or glob>, which reads all of its files"
     ),
+    "data=synthetic_preferences": (
+        "loss=grpo data=synthetic_preferences: it learns from completions that are sampled for prompts, and this data"
+        " holds texts to learn from; type data=prompts data.path=<rows with a prompt each>"
+    ),
+    "loss.kl_weight=0.1": "loss.kl_weight=0.1: there is no 'loss.kl_weight'; type loss.beta=0.1",
+    "loss.gamma=0.9": "loss.gamma=0.9: there is no 'loss.gamma'; type recipe=ppo loss.gamma=0.9",
     "+data@eval_data.more=synthetic_prompts": (
         "eval_data.more=…: of task=policy, the held-out prompts of data= alone are answered; type"
         " data.val_path=<a file or glob with its prompts, too>"
@@ -141,7 +147,8 @@ def test_completions_have_half_of_the_window_and_no_more_than_leaves_a_prompt(re
 
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_a_mistake_about_a_policy_is_one_sentence(recipe: list[str], typed: str) -> None:
-    base = [word for word in recipe if typed != "data=mixture" or not word.startswith("data.path=")]
+    has_path = not typed.startswith("data=")
+    base = [word for word in recipe if has_path or not word.startswith("data.path=")]
     _, mistakes = compose_and_check([*base, *typed.split()])
     assert [str(mistake) for mistake in mistakes] == [MISTAKES[typed]]
 
@@ -154,6 +161,8 @@ MISTAKES_OF_PPO = {
         " recipe=ppo, or loss=grpo"
     ),
     "loss=dpo": "loss=dpo task=actor_critic: it learns nothing from rewards of completions; type loss=ppo",
+    "loss.beta=0.1": "loss.beta=0.1: there is no 'loss.beta'; type loss.kl_weight=0.1",
+    "loss.baseline=group": "loss.baseline=group: there is no 'loss.baseline'; type recipe=grpo loss.baseline=group",
     "task=language_modeling loss=ppo rollout=none data=prompts": (
         "loss=ppo task=language_modeling: it learns from completions that are sampled and rewarded, and this task"
         " samples none; type recipe=ppo, or another loss"
