@@ -51,6 +51,6 @@ def _declare_operators(folder: Path) -> None:
     except OSError:
         library = torch.library.Library(_NAME, "DEF")
         _libraries.append(library)
-        found = _OPERATORS.findall((folder / "_meta_registrations.py").read_text())
+        found = _OPERATORS.findall((folder / "_meta_registrations.py").read_text(encoding="utf-8"))
         for name in sorted({first or second for first, second in found}):
             library.define(f"{name}() -> ()")

@@ -205,8 +205,11 @@ class _Normalize(torch.autograd.Function):
             mean = parts[:, 0].mean(0)
             variance = (parts[:, 1] + (parts[:, 0] - mean).square()).mean(0)
         ctx.save_for_backward(x, weight, mean, variance)
-        ctx.eps, ctx.ranks, ctx.axes, ctx.has_bias = eps, ranks, axes, bias is not None
-        normalized = F.batch_norm(x, mean, variance, weight, bias, eps=eps)
+        ctx.eps, ctx.ranks, ctx.axes = eps, ranks, axes
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        # torch takes weights in the dtype of the statistics, or all three in that of x
+        of_statistics = [None if part is None else part.to(mean.dtype) for part in (weight, bias)]
+        normalized = F.batch_norm(x, mean, variance, *of_statistics, eps=eps)
         ctx.mark_non_differentiable(mean, variance)
         return normalized, mean, variance
 
@@ -229,7 +232,7 @@ class _Normalize(torch.autograd.Function):
         return (
             of_x.to(x.dtype),
             None if weight is None else of_weight.to(weight.dtype),
-            of_bias.to(mean.dtype) if ctx.has_bias else None,
+            None if ctx.bias_dtype is None else of_bias.to(ctx.bias_dtype),
             None,
             None,
         )

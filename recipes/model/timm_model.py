@@ -4,7 +4,7 @@ Shapes: B images, C channels, H x W pixels, V classes.
 """
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -111,7 +111,7 @@ class TimmModel(nn.Module):
 
     def names_without_decay(self) -> set[str]:
         """Return the parameters that are not decayed whatever their shape, such as position embeddings."""
-        patterns = getattr(self.inner, "no_weight_decay", set)()
+        patterns: Collection[str] = getattr(self.inner, "no_weight_decay", set)()
         names = [name for name, _ in named_parameters(self.inner)]
         return {f"inner.{name}" for pattern in patterns for name in fnmatch.filter(names, pattern)}
 

@@ -59,7 +59,7 @@ def load_pretrained(model: TimmModel, place: str, *, seed: int) -> None:
     setting = f"model.pretrained={place}"
     saved, described = _read(place, setting)
     _check_architecture(model.name, described, setting)
-    whole = model.draw(seed)
+    whole: Any = model.draw(seed)
     classes = _count_classes(whole, saved, described)
     overlay = {key: described[key] for key in _OF_SOURCE if key in described}
     overlay |= {"state_dict": dict(saved), "custom_load": False, "num_classes": classes}
@@ -182,7 +182,8 @@ def _count_channels(whole: Any, saved: Mapping[str, Tensor], channels: int) -> i
     if not isinstance(first, str) or f"{first}.weight" not in saved:
         return None
     # a stem may rearrange pixels into channels first
-    return saved[f"{first}.weight"].shape[1] * channels // whole.get_submodule(first).weight.shape[1]
+    in_model: int = whole.get_submodule(first).weight.shape[1]
+    return saved[f"{first}.weight"].shape[1] * channels // in_model
 
 
 def _fill_source(model: TimmModel, classes: int, overlay: Mapping[str, Any], setting: str) -> nn.Module:

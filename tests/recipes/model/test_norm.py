@@ -53,6 +53,17 @@ def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*gradients, *model.named_buffers()]
 
 
+def test_sync_norm_takes_weights_in_bfloat16_as_batch_norm_does() -> None:
+    images = make_images(size=9).bfloat16()
+    ours, theirs = (convolutions(norm).bfloat16() for norm in ("sync", "batch"))  # type: ignore[arg-type]
+    outputs = [model(images) for model in (ours, theirs)]
+    assert torch.allclose(*outputs, rtol=0.02, atol=0.02)
+    for out in outputs:
+        out.sum().backward()
+    for (name, value), (_, other) in zip(_tensors(ours), _tensors(theirs), strict=True):
+        assert value.dtype == other.dtype, name
+
+
 def test_sync_norm_in_bfloat16_computes_its_statistics_in_float32() -> None:
     images = (make_images(64, size=16) * 0.1 + 100.0).bfloat16()
     norm = nn.BatchNorm2d(3)

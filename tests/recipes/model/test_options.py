@@ -25,7 +25,11 @@ NUM_PARAMETERS = {  # without vocabulary padding
     "mixtral_8x7b": 46_702_792_704,
     "resnet18": 11_172_810,
     "resnet50": 25_557_032,
+    "timm": 25_557_032,  # its resnet50
+    "mlp": 74_242,  # of 30 inputs and 2 classes
 }
+OF_NUMBERS: dict[str, dict[str, object]] = {"resnet18": {}, "resnet50": {}, "timm": {}}
+OF_NUMBERS["mlp"] = {"num_inputs": 30, "num_classes": 2}
 
 
 def build(option: str, **changes: object) -> nn.Module:
@@ -48,8 +52,7 @@ def test_every_option_is_counted_here() -> None:
 
 @pytest.mark.parametrize("option", NUM_PARAMETERS)
 def test_number_of_parameters(option: str) -> None:
-    changes = {} if option.startswith("resnet") else {"vocab_pad_multiple": 1}
-    model = build(option, **changes)
+    model = build(option, **OF_NUMBERS.get(option, {"vocab_pad_multiple": 1}))
     assert count(model) == NUM_PARAMETERS[option]
     everything = [*model.parameters(), *model.buffers()]
     assert all(tensor.is_meta for tensor in everything)  # llama_8b: 32 GB that nobody takes
