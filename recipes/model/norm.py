@@ -208,8 +208,8 @@ class _Normalize(torch.autograd.Function):
         ctx.eps, ctx.ranks, ctx.axes = eps, ranks, axes
         ctx.bias_dtype = None if bias is None else bias.dtype
         # torch takes weights in the dtype of the statistics, or all three in that of x
-        of_statistics = [None if part is None else part.to(mean.dtype) for part in (weight, bias)]
-        normalized = F.batch_norm(x, mean, variance, *of_statistics, eps=eps)
+        gain, shift = (None if part is None else part.to(mean.dtype) for part in (weight, bias))
+        normalized = F.batch_norm(x, mean, variance, gain, shift, eps=eps)
         ctx.mark_non_differentiable(mean, variance)
         return normalized, mean, variance
 

@@ -122,9 +122,8 @@ OF_TIMM = {
     for model in TIMM
     for name, made in _of_timm(["ddp", "fsdp", "ZeRO-1", "ZeRO-2", "ZeRO-3"], model=model, world_size=2).items()
 }
-OTHER_MODELS |= OF_TIMM
 OTHER_SHORT = {
-    name: OTHER_MODELS[name]
+    name: (OTHER_MODELS | OF_TIMM)[name]
     for name in (
         *("llama, fsdp", "two towers, fsdp", "resnet18, ddp", "sgd, ZeRO-3, offload"),
         *("drawn images, fsdp x2", "vit, fsdp x4", "convnext, ZeRO-3 x2", "sync resnet, fsdp x1"),
@@ -250,7 +249,7 @@ def test_models_of_timm_give_the_curve_statistics_and_average_of_one_device(
         elif name in OTHER_SHORT:
             group, cases = "models", OTHER_SHORT
         else:
-            group, cases = "models long", _list_long()
+            group, cases = "timm long", {name: made for name, made in OF_TIMM.items() if name not in OTHER_SHORT}
         world_size = 1 if group == "single" else 2
         rows(group, cases, name, world_size=world_size)  # fails with the traceback of the case
         return run_group(group, cases, world_size=world_size)[name]
@@ -268,13 +267,7 @@ def test_models_of_timm_give_the_curve_statistics_and_average_of_one_device(
         assert math.isclose(norm, reference["tensors"][tensor], rel_tol=1e-5, abs_tol=1e-6), tensor
 
 
-def _list_long() -> dict[str, Any]:
-    return {name: made for name, made in OTHER_MODELS.items() if name not in OTHER_SHORT}
-
-
-@pytest.mark.parametrize(
-    "name", _marked({key: OTHER_MODELS[key] for key in OTHER_MODELS if key not in OF_TIMM}, OTHER_SHORT)
-)
+@pytest.mark.parametrize("name", _marked(OTHER_MODELS, OTHER_SHORT))
 def test_other_models_and_optimizers_give_the_curve_of_one_device_too(name: str, rows: Rows) -> None:
     model = name.partition(",")[0]
     reference = rows("single", SINGLE, model, world_size=1)
