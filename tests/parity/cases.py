@@ -93,7 +93,8 @@ MODELS: dict[str, tuple[list[str], dict[str, Any]]] = {
             *_OF_TIMM,
             "model.name=resnet18",
             "model.norm=sync",
-            # the kink of a ReLU would let another order of summation show, see the test of resnet18
+            # larger steps let another order of summation grow beyond 1e-5 in eight of them, as kinks do for resnet18
+            "optimizer.lr=1e-4",
             "model.arguments={channels: [8, 16, 32, 64], act_layer: gelu}",
         ],
         LARGER_IMAGES,

@@ -22,8 +22,7 @@ import torch
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
-from recipes.build import build  # noqa: E402  # isort: skip  # before Lightning, as in conftest.py
-
+import recipes  # noqa: E402, F401, I001 - before Lightning, as in conftest.py
 from held_bytes import HeldBytes  # noqa: E402
 from support import COMPOSED, OverflowAt, composed_config, read_metrics, resolved  # noqa: E402
 
