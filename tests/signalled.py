@@ -16,7 +16,7 @@ from recipes.checkpoint.manifest import find_content_fault, find_fault, read_man
 
 # prefixes of columns and fields that differ between runs
 MEASURED = ("time/", "throughput/", "memory/")
-MEASURED_AT_THE_END = ("seconds", "tokens_per_second", "peak_memory_gib", "excluded_seconds")
+MEASURED_AT_THE_END = ("seconds", "tokens_per_second", "samples_per_second", "peak_memory_gib", "excluded_seconds")
 
 
 class SignalAt(Callback):

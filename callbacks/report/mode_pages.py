@@ -48,6 +48,7 @@ def _tiles(plan: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         "memory of a rank": (plan.get("peak_memory_gib"), "{:,.4g}", of),
         "a step": (plan.get("step_seconds"), "{:.3g}", "s"),
         "tokens/s": (plan.get("tokens_per_second"), "{:,.0f}", ""),
+        "samples/s": (None if "tokens_per_second" in plan else plan.get("samples_per_second"), "{:,.1f}", ""),
         "MFU": (plan.get("mfu"), "{:.1%}", ""),
         "price": (plan.get("dollars"), "${:,.2f}" if (plan.get("dollars") or 0) >= 0.005 else "< $0.01", ""),
         "on disk": (plan.get("disk_gib"), "{:,.4g}", "GiB"),

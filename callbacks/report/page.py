@@ -160,9 +160,12 @@ def _tiles(run: RunRecord) -> Iterable[tuple[str, str, str]]:
         name.removesuffix("/mean").replace("/", " ").replace("_", " "): ("", run.last(name))
         for name in (REWARD, "val/reward", "val/exact_match")
     }
+    tokens_per_second = _last(run, ("throughput/tokens_per_second",))
+    is_text = tokens_per_second is not None or summary.get("tokens_per_second") is not None
     figures = {
         **(losses | _measured(run) if run.last(REWARD) is None else rewards),
-        "tokens/s": ("tokens_per_second", _last(run, ("throughput/tokens_per_second",))),
+        "tokens/s": ("tokens_per_second", tokens_per_second),
+        **({} if is_text else {"samples/s": ("samples_per_second", _last(run, ("throughput/samples_per_second",)))}),
         "MFU": ("mfu", None),
         "steps": ("steps", run.last_step),
         "tokens": ("tokens", None),
@@ -226,6 +229,7 @@ _PLAN_TITLES = {
     "step_seconds": "seconds per step",
     "seconds": "time",
     "tokens_per_second": "tokens per second",
+    "samples_per_second": "samples per second",
     "peak_memory_gib": "peak memory, GiB",
     "num_parameters": "parameters",
     "mfu": "MFU",

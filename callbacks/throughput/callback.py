@@ -65,6 +65,7 @@ class SpeedMonitor(Callback):
 
     summary_fields: ClassVar[dict[str, Any]] = {
         "tokens_per_second": None,
+        "samples_per_second": None,
         "mfu": None,
         "excluded_seconds": None,
     }

@@ -203,6 +203,9 @@ def _judge_last_save(run: Run) -> tuple[int, str | None]:
     return ExitCode.DIVERGED if newest.rejected is not None else ExitCode.UNSAVED, line
 
 
+_SPEEDS = {"tokens_per_second": "tokens/s", "samples_per_second": "samples/s"}  # the first that a run has
+
+
 def _last_line(summary: dict[str, Any], folder: Path, *, since: float = 0.0) -> str:
     """Return the line of a finished run; with its report, unless that is of a start before a time in Unix seconds."""
     measures = summary.get("measures")
@@ -210,11 +213,11 @@ def _last_line(summary: dict[str, Any], folder: Path, *, since: float = 0.0) -> 
         isinstance(measures, dict) and "train/loss" in measures
     )  # else of a policy, which it says nothing of
     losses = ("train_loss", "val_loss") if is_good else ("val_loss",)
-    values = {name: summary.get(name) for name in ("steps", *losses, "tokens_per_second")}
+    values = {name: summary.get(name) for name in ("steps", *losses, *_SPEEDS)}
     known = {name: value for name, value in values.items() if isinstance(value, int | float)}  # of any summary.json
     parts = [count(int(known["steps"]), "step")] if "steps" in known else []
     parts += [f"{name.replace('_', ' ')} {known[name]:.4f}" for name in losses if name in known]
-    parts += [f"{known['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in known else []
+    parts += [f"{known[name]:,.0f} {unit}" for name, unit in _SPEEDS.items() if name in known][:1]
     page = folder / PAGE_FILE
     is_current = page.is_file() and page.stat().st_mtime >= since
     return f"Finished: {', '.join([*parts, f'report {page}' if is_current else f'in {folder}'])}"

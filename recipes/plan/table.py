@@ -31,6 +31,7 @@ class RunLength:
         hours: Duration including validation; None: unknown.
         eval_fraction: Fraction of the duration spent on validation; None: unknown.
         tokens_per_second: Training throughput of all devices; None: unknown.
+        samples_per_second: That of samples, such as images.
         mfu: Model FLOPs utilization, counted as in PaLM; None: unknown.
         dollars: Price of the run; None: unknown.
     """
@@ -44,6 +45,7 @@ class RunLength:
     hours: float | None = None
     eval_fraction: float | None = None
     tokens_per_second: float | None = None
+    samples_per_second: float | None = None
     mfu: float | None = None
     dollars: float | None = None
 
@@ -97,6 +99,7 @@ def measure_run(
         hours=hours,
         eval_fraction=None if eval_seconds is None else validating / (training + validating),
         tokens_per_second=None if num_tokens is None else batch * num_tokens / seconds,
+        samples_per_second=batch / seconds,
         mfu=mfu,
         dollars=None if dollars_per_hour is None else hours * plan.num_ranks * dollars_per_hour,
     )
@@ -188,7 +191,9 @@ def describe_time(plan: Plan, length: RunLength, rates: Rates | None) -> Iterato
     if length.step_seconds is None:
         yield "time: unknown for this device; plan.hardware=measured times its operators"
         return
-    speed = "" if length.tokens_per_second is None else f", {length.tokens_per_second:,.0f} tokens/s"
+    speed = f", {length.samples_per_second:,.1f} samples/s"
+    if length.tokens_per_second is not None:
+        speed = f", {length.tokens_per_second:,.0f} tokens/s"
     mfu = "" if length.mfu is None else f", MFU {length.mfu:.2f}"
     assert length.hours is not None, "the steps have a time"
     yield f"time: {length.step_seconds:.3g} s per step{speed}{mfu}; {_duration(length.hours)} in total"
@@ -303,6 +308,7 @@ def as_json(plan: Plan, length: RunLength, flops: Flops | None) -> dict[str, Any
         "global_batch_size": plan.accumulation.global_batch_size,
         "peak_memory_gib": round(gib(plan.peak.total), 4),
         "tokens_per_second": length.tokens_per_second,
+        "samples_per_second": length.samples_per_second,
         "mfu": length.mfu,
         "step_seconds": length.step_seconds,
         "hours": length.hours,

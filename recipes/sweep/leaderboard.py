@@ -25,6 +25,7 @@ _SUMMARY_NUMBERS = (
     "tokens",
     "seconds",
     "tokens_per_second",
+    "samples_per_second",
     "mfu",
     "peak_memory_gib",
     "rollbacks",

@@ -198,6 +198,11 @@ def test_the_last_line_omits_what_the_summary_does_not_know(run_fit: Callable[..
     assert outcome.lines[-1] == f"Finished: 7 steps, train loss 1.5000, in {tmp_path}"
 
 
+def test_the_last_line_of_a_run_without_tokens_has_its_samples(run_fit: Callable[..., Outcome], tmp_path: Path) -> None:
+    outcome = run_fit(summary={"val_loss": None, "tokens_per_second": None, "samples_per_second": 99.6})
+    assert outcome.lines[-1] == f"Finished: 7 steps, train loss 1.5000, 100 samples/s, in {tmp_path}"
+
+
 def test_a_last_loss_that_is_nan_returns_3(run_fit: Callable[..., Outcome]) -> None:
     outcome = run_fit(summary={"status": "diverged", "train_loss": None})
     assert outcome.exit_code == 3

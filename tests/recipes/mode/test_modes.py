@@ -40,6 +40,7 @@ SUMMARY_KEYS = [
     "peak_memory_gib",
     "rollbacks",
     "samples",
+    "samples_per_second",
     "seconds",
     "skipped_steps",
     "status",
