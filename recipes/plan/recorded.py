@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +143,10 @@ def describe_step(
         on_gpu: Whether to record GPU operators.
     """
     loss: Loss = resolved.make("loss")
-    task = build_task(resolved.with_settings({"metrics": {}, "compile": False}), precision, loss)
+    settings: dict[str, Any] = {"metrics": {}, "compile": False}
+    if resolved.config["task"].get("channels_last", False) is None:
+        settings["task.channels_last"] = on_gpu  # tensors without storage are on no GPU
+    task = build_task(resolved.with_settings(settings), precision, loss)
     task.scales_loss = False  # the loss scale is a scalar of the run's strategy
 
     def objective(model: nn.Module, batch: Batch) -> Tensor:

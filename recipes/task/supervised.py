@@ -24,28 +24,28 @@ _NUM_TRIED = 8  # samples, spread evenly, that are compared with the model befor
 class Supervised(TrainingTask):
     """Trains a model of images or tensors, [B, …] -> outputs [B, V], which the loss compares with the targets.
 
-    Classes, several labels or numbers: what the targets are is between data and loss. Arguments: see `TrainingTask`.
+    Classes, several labels or numbers: what the targets are is between data and loss.
+
+    Args:
+        channels_last: Whether images lie in memory with their channels last; None: on a GPU, where convolutions are
+            fastest so.
+        **settings: See `TrainingTask`.
     """
 
     input_kind: ClassVar[tuple[str, ...]] = ("images", "tensors")
     has_fixed_shapes: ClassVar[bool] = True
 
-    @override
-    def outputs(self, batch: Batch) -> Any:
-        return self.model(to_channels_last(batch["inputs"]))  # [B, V], compute dtype
+    def __init__(self, *, channels_last: bool | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._channels_last = channels_last
 
     @override
-    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor] | None:
-        """Return the class, the prediction and the loss of each sample, [B], for callbacks; None without classes."""
-        outputs = self._validate(batch, dataloader_idx)
-        if self.loss.predicted != "classes" or outputs.ndim != 2:
-            return None
-        target, known = batch["targets"], self.loss.has_loss(batch["targets"])
-        if target.is_floating_point():  # probabilities [B, V]
-            target, known = target.argmax(dim=-1), known.all(dim=-1)
-        predicted = self._without_padding(outputs).argmax(dim=-1)
-        losses = self.loss.per_sample(outputs, batch)
-        return {"predicted": predicted, "target": target.masked_fill(~known, IGNORE_INDEX), "loss": losses}
+    def outputs(self, batch: Batch) -> Any:
+        inputs = batch["inputs"]
+        is_last = inputs.is_cuda if self._channels_last is None else self._channels_last
+        if is_last and inputs.ndim == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)  # [B, C, H, W]
+        return self.model(inputs)  # [B, V], compute dtype
 
     @override
     def predictions(self, batch: Batch) -> dict[str, Tensor]:
@@ -166,8 +166,3 @@ def _check_forward(model: nn.Module) -> None:
 
 def _get_path(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def to_channels_last(inputs: Tensor) -> Tensor:
-    """Return images [B, C, H, W] in channels-last memory format, which is fastest for convolutions."""
-    return inputs.contiguous(memory_format=torch.channels_last) if inputs.ndim == 4 else inputs

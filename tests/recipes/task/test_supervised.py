@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from support import composed_config, execute, read_metrics, resolved
 
 from recipes.build import build
@@ -104,3 +105,15 @@ def test_a_loss_of_several_outputs_for_each_target_is_none(tmp_path: Path) -> No
 def test_the_settings_of_the_answer_train(tmp_path: Path) -> None:
     typed = [*SMALL, *IMAGES, "model.in_channels=3", "model.num_classes=5"]
     assert execute(*typed, f"hydra.run.dir={tmp_path / 'run'}") == 0
+
+
+@pytest.mark.parametrize(("typed", "is_last"), [([], False), (["task.channels_last=true"], True)])
+def test_images_lie_as_they_are_on_a_cpu_unless_channels_last_is_set(
+    typed: list[str], is_last: bool, tmp_path: Path
+) -> None:
+    small = ["model=resnet18", "data=digits", "global_batch_size=2", "callbacks=[grad_norm]", "model.in_channels=1"]
+    task = build(resolved(composed_config(*small, *typed, "trainer.accelerator=cpu"), tmp_path)).task
+    seen: list[bool] = []
+    task.model = lambda images: seen.append(images.stride(1) == 1)  # type: ignore[assignment, func-returns-value]
+    task.outputs({"inputs": torch.zeros(2, 3, 8, 8)})
+    assert seen == [is_last]
