@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 # `from callbacks import write_report` does not import torch and Lightning.
 if TYPE_CHECKING:
     from .bottleneck.callback import BottleneckMonitor as BottleneckMonitor
+    from .class_report import ClassReport as ClassReport
     from .diagnosis.diagnose import diagnose as diagnose
     from .early_stop import EarlyStop as EarlyStop
     from .generation_eval import GenerationEval as GenerationEval

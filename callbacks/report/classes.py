@@ -179,7 +179,7 @@ def _read_mistakes(mistakes: Any, names: Any) -> list[tuple[str, str, str]]:
     """Return the image, the classes and the loss of each mistake."""
     found = []
     for each in mistakes if isinstance(mistakes, list) else ():
-        numbers = [each.get("target"), each.get("predicted")] if isinstance(each, dict) else []
+        numbers: list[Any] = [each.get("target"), each.get("predicted")] if isinstance(each, dict) else []
         if not numbers or not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(f"{str(each)[:60]} is not a mistake with a class and a prediction")
         image = each.get("image")

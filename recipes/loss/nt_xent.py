@@ -117,7 +117,8 @@ class NTXent(Loss):
             )
             for start in range(0, len(rows), _ROWS)
         ]
-        return torch.cat(parts).unflatten(0, (-1, 2)).sum(dim=1)  # [n, 5]
+        compared: Tensor = torch.cat(parts).view(len(own), 2, -1).sum(dim=1)  # [n, 5]
+        return compared
 
 
 def _compare_rows(rows: Tensor, columns: Tensor, places: Tensor, is_compared: Tensor, temperature: float) -> Tensor:

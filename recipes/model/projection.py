@@ -65,7 +65,7 @@ def _project(model: Any, inputs: Any, features: Tensor) -> Tensor:
 
 def _find_classifier(model: Any) -> tuple[str, nn.Linear]:
     """Return the last layer, which timm's models name themselves and others call `head`."""
-    inner = getattr(model, "inner", None)
+    inner: Any = getattr(model, "inner", None)
     head = inner.get_classifier() if hasattr(inner, "get_classifier") else getattr(model, "head", None)
     name = next((name for name, module in model.named_modules() if module is head), None)
     if name is None or not isinstance(head, nn.Linear):

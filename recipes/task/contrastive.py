@@ -57,7 +57,7 @@ class Contrastive(TrainingTask):
         views = batch["inputs"].flatten(0, 1)  # [2 B, C, H, W]
         with _drawing_again(batch):
             projected: Tensor = self.model(to_channels_last(views))  # [2 B, F], compute dtype
-        return projected.unflatten(0, (-1, self.num_views))
+        return projected.view(-1, self.num_views, projected.shape[-1])
 
     @override
     def on_fit_start(self) -> None:

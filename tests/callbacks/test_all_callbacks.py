@@ -77,10 +77,12 @@ def test_default_holds_every_callback_that_has_a_file_but_those_that_cost_or_nee
     others = {
         "default",
         "classification",
+        "classes",
         "conversations",
         "preferences",
         "policy",
         "completions",
+        "class_report",
         "stop_at_nan",
         "generation_eval",
         "hang",

@@ -25,6 +25,7 @@ from recipes.run_folder import (
     read_cells,
     read_config,
     read_environment,
+    read_json,
     read_json_lines,
     read_summary,
 )
@@ -260,7 +261,8 @@ class WandbLogger(Logger):
         self._session = None
 
     def _log_tables(self, run: Any) -> None:
-        for name, get_table in (("events", events_table), ("validation", validation_table)):
+        tables = {"events": events_table, "validation": validation_table, "classes": classes_table}
+        for name, get_table in tables.items():
             if (table := get_table(self._folder)) is not None:
                 run.summary.update({f"table/{name}": table})
 
@@ -448,6 +450,21 @@ def validation_table(folder: Path) -> Any:
         return None
     data = [[int(row["step"]), *(float(row[name]) if row[name] else None for name in columns)] for row in validations]
     return wandb.Table(columns=["step", *columns], data=data)
+
+
+def classes_table(folder: Path) -> Any:
+    """Return a table of a classifier's last validation: a row per class and prediction; None if it has no classes."""
+    import wandb
+
+    path = folder / "classes_val.json"
+    if not path.is_file():
+        return None
+    record = read_json(path, fix="another run")
+    given = record["class_names"] or []
+    names = [*given, *map(str, range(len(given), len(record["samples"])))]
+    right = [[number, number, count] for number, count in enumerate(record["right"]) if count]
+    rows = [[names[target], names[predicted], count] for target, predicted, count in [*right, *record["pairs"]]]
+    return wandb.Table(columns=["class", "predicted", "samples"], data=rows[:_MAX_TABLE_ROWS])
 
 
 def _table(path: Path, columns: list[str], get_row: Callable[[dict[str, Any]], list[Any]]) -> Any:

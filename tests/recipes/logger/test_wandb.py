@@ -19,7 +19,7 @@ from wandb_server import KEY, serving
 
 from recipes.config import compose_and_check
 from recipes.entry.run import run_resolved
-from recipes.logger.wandb.logger import Alerts, WandbExit, WandbLogger
+from recipes.logger.wandb.logger import Alerts, WandbExit, WandbLogger, classes_table
 from recipes.logger.wandb.session import ID_FILE, STEP, SentRows
 
 Record = dict[str, Any]
@@ -589,3 +589,12 @@ def test_the_exit_code_in_wandb_is_that_of_the_process() -> None:
     assert get_status(event="preempted", saved=True, signal="SIGINT") == ("preempted", 75)
     assert get_status(event="preempted", saved=False, signal="SIGTERM") == ("preempted", 143)
     assert get_status(event="preempted", saved=False, signal="SIGINT") == ("preempted", 130)
+
+
+def test_the_classes_of_the_last_validation_are_a_table(tmp_path: Path) -> None:
+    record = {"class_names": ["cat"], "samples": [3, 0], "right": [2, 0], "pairs": [[0, 1, 1]]}
+    (tmp_path / "classes_val.json").write_text(json.dumps(record))
+    table = classes_table(tmp_path)
+    assert table.columns == ["class", "predicted", "samples"]
+    assert table.data == [["cat", "cat", 2], ["cat", "1", 1]]
+    assert classes_table(tmp_path / "none") is None
