@@ -181,7 +181,9 @@ class Checklist:
             yield Result(check="what the model reads", status="look", found=line)
         if has_draws(train):
             yield data_checks.check_draws(train, seed=self._resolved.seed)
-        if "targets" in samples[0]:
+        if self._resolved.task.num_views > 1:
+            yield Result(check="targets of the data", status="skip", found="the task compares views, and reads no labels")
+        elif "targets" in samples[0]:
             yield from self._check_targets(source, samples)
         else:
             found = "what is learned is generated while the run goes"

@@ -44,6 +44,7 @@ class Contrastive(TrainingTask):
     has_fixed_shapes: ClassVar[bool] = True
     attaches: ClassVar[str] = "recipes.model.projection.attach_projection"
     num_views: ClassVar[int] = 2
+    supports: ClassVar[frozenset[str]] = frozenset()
     unused_model_settings: ClassVar[tuple[str, ...]] = ("num_classes",)
     loss: NTXent
 
@@ -152,11 +153,10 @@ class Contrastive(TrainingTask):
         """Return the loss of each image of a batch among the whole split, [B]; batches come in its order."""
         return {"loss": torch.tensor([next(self._losses_of_split) for _ in batch["inputs"]])}
 
-    # FLOPs: those of the model, per view.
-
     @override
     def recipes_flops(self, batch: Batch) -> Flops | None:
-        return super().recipes_flops({**batch, "inputs": batch["inputs"].flatten(0, 1)})
+        """Return None: the formula of a model is that with its classifier, so operators are counted."""
+        return None
 
     @override
     def recipes_forward_on_meta(self, batch: Batch) -> Tensor:

@@ -163,7 +163,11 @@ def check_compatibility(run: ResolvedRun) -> Iterator[ConfigError]:
     yield from _schedule(config, run.references)
     for interval in ("eval_every", "save_every"):
         yield from _interval(run, interval)
-    if run.mode.needs is not None and run.mode.needs not in run.task.supports:
+    if run.mode.needs == "export" and run.task.num_views > 1:
+        reason = "a projection is of use to its loss alone"
+        fix = "task=classification start_from=<that run>, and mode=export of the new one"
+        yield ConfigError(f"mode=export task={run.choices.get('task', '…')}", reason, fix)
+    elif run.mode.needs is not None and run.mode.needs not in run.task.supports:
         yield ConfigError(
             f"mode={run.mode.name}",
             "it is for language models only",

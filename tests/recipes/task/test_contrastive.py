@@ -93,3 +93,9 @@ def test_data_with_one_view_is_a_mistake_before_the_first_step(tmp_path: Path) -
     run = build(resolved(config, tmp_path))
     with pytest.raises(ConfigError, match=r"inputs \[1, 224, 224\], and \[2, …\] are the two views.*transform=simclr"):
         run.trainer.fit(run.task, datamodule=run.data)
+
+
+def test_a_projection_is_not_exported() -> None:
+    _, mistakes = compose_and_check(["recipe=simclr", "mode=export", "data.path=/photos"])
+    reason = "mode=export task=contrastive: a projection is of use to its loss alone; type task=classification"
+    assert f"{reason} start_from=<that run>, and mode=export of the new one" in map(str, mistakes)
