@@ -182,7 +182,8 @@ class Checklist:
         if has_draws(train):
             yield data_checks.check_draws(train, seed=self._resolved.seed)
         if self._resolved.task.num_views > 1:
-            yield Result(check="targets of the data", status="skip", found="the task compares views, and reads no labels")
+            found = "the task compares views, and reads no labels"
+            yield Result(check="targets of the data", status="skip", found=found)
         elif "targets" in samples[0]:
             yield from self._check_targets(source, samples)
         else:
