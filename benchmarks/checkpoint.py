@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import recipes  # noqa: F401  # isort: skip  # before Lightning, as in measure.py
+
 import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Callback
 from measure import build_run, report

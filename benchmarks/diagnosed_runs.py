@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import recipes  # noqa: F401  # isort: skip  # before Lightning, as in measure.py
+
 import lightning.pytorch as lightning
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor

@@ -24,9 +24,9 @@ from measure import report
 from recipes.data.batches import PositionSampler
 from recipes.data.draws import DrawnSamples
 from recipes.data.image_folder import ImageFolder
-from recipes.data.image_transform import ImageTransform
 from recipes.data.loader_process import SignalProofLoader
 from recipes.data.order import ShuffledOrder
+from recipes.transform.images import ImageTransform
 
 NUM_CLASSES, NUM_OF_EACH = 8, 24
 BATCH = 32
@@ -51,7 +51,11 @@ def write_photos(root: Path) -> None:
 def open_ours(root: Path, num_workers: int, *, seed: int = 0) -> Iterable[Any]:
     """Return a loader as training has it, of one epoch; other crops with each seed, as some take longer."""
     transform = ImageTransform(
+        model=None,
+        in_channels=3,
+        num_classes=None,
         size=SIZE,
+        eval_size=None,
         crop="resized",
         scale=[0.08, 1.0],
         ratio=[3 / 4, 4 / 3],
@@ -61,11 +65,19 @@ def open_ours(root: Path, num_workers: int, *, seed: int = 0) -> Iterable[Any]:
         num_operations=2,
         magnitude=9,
         color_jitter=0.0,
+        extra={},
         erase=0.0,
+        erase_with="zeros",
         eval_crop=0.875,
         interpolation="bilinear",
         mean=MEAN,
         std=STD,
+        mixup=0.0,
+        cutmix=0.0,
+        mix_probability=1.0,
+        mix_switch=0.5,
+        mix_epochs=None,
+        views=1,
     )
     source = ImageFolder(
         path=str(root), val_path=str(root), val_fraction=0.1, transform=transform, on_bad_image="error"

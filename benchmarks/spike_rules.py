@@ -12,6 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import recipes  # noqa: F401  # isort: skip  # before Lightning, as in measure.py
+
 from callbacks.loss_spike.monitor import SpikeMonitor, StepMeasurement
 
 Series = Sequence[float]

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import recipes  # noqa: F401  # isort: skip  # before Lightning, as in measure.py
+
 from lightning.pytorch.callbacks import Callback
 from measure import build_run, report
 

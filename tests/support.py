@@ -45,7 +45,7 @@ TINY = (
 
 RECIPES_OF_IMAGES = (
     *("resnet50_imagenet", "convnext_tiny_imagenet", "vit_small_imagenet"),
-    *("finetune_vision", "linear_probe"),
+    *("finetune_vision", "linear_probe", "simclr"),
 )
 
 

@@ -8,6 +8,8 @@ from spec import LOG_EVERY, Clock, Spec, read_spec
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import recipes  # noqa: F401  # isort: skip  # before Lightning, as in measure.py
+
 from lightning.pytorch.callbacks import Callback
 from measure import build_run
 

@@ -10,6 +10,8 @@ from turns import Turns
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import recipes  # noqa: F401  # isort: skip  # before Lightning, as in measure.py
+
 from lightning.pytorch.callbacks import Callback
 from measure import build_run
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import recipes  # noqa: F401  # isort: skip  # before Lightning, as in measure.py
+
 import torch
 from lightning.pytorch import LightningModule
 from sklearn.datasets import load_digits

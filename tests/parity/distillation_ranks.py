@@ -13,6 +13,8 @@ import torch
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
+import recipes  # noqa: E402, F401  # isort: skip  # before Lightning, as in conftest.py
+
 from lightning.pytorch.callbacks import Callback  # noqa: E402
 from run_cases import run_all  # noqa: E402
 from support import composed_config, read_metrics, resolved  # noqa: E402

@@ -10,6 +10,8 @@ from typing import Any
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
+import recipes  # noqa: E402, F401  # isort: skip  # before Lightning, as in conftest.py
+
 from faults import FaultAt  # noqa: E402
 from run_cases import run_all  # noqa: E402
 from support import composed_config, read_metrics, resolved  # noqa: E402

@@ -10,6 +10,8 @@ from typing import Any
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
+import recipes  # noqa: E402, F401  # isort: skip  # before Lightning, as in conftest.py
+
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from host_reads import HostReads  # noqa: E402

@@ -10,6 +10,8 @@ from typing import Any
 _TESTS = Path(__file__).parents[2]
 sys.path[:0] = [str(_TESTS / "parity"), str(_TESTS), str(_TESTS.parent)]
 
+import recipes  # noqa: E402, F401  # isort: skip  # before Lightning, as in conftest.py
+
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from lightning.pytorch import Callback  # noqa: E402
