@@ -191,7 +191,7 @@ def _walk(storage: Storage, shard: int) -> Iterator[tuple[tarfile.TarFile, tarfi
     """
     with storage.open_remote(shard) as file:
         try:
-            with tarfile.open(fileobj=file, mode="r:") as archive:
+            with tarfile.open(fileobj=file, mode="r:", encoding="utf-8") as archive:
                 for member in archive:
                     archive.members = []  # type: ignore[attr-defined]  # else it keeps all of them
                     yield archive, member
