@@ -60,6 +60,7 @@ types: $(VENV)/.installed-test
 bench: $(VENV)/.installed-test $(PEERS)/.installed
 	$(RUN) benchmarks/peers.py
 	$(RUN) benchmarks/peers_reinforcement.py
+	$(RUN) benchmarks/peers_vision.py
 
 benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/step_overhead.py
@@ -73,6 +74,8 @@ benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/forgetting.py
 	$(RUN) benchmarks/preferences.py
 	$(RUN) benchmarks/reinforcement.py
+	$(RUN) benchmarks/vision.py
+	$(RUN) benchmarks/image_loader.py
 	$(RUN) benchmarks/prepare.py
 	$(RUN) benchmarks/parity.py
 	$(RUN) benchmarks/memory.py

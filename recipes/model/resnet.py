@@ -102,6 +102,7 @@ class ResNet(nn.Module):
 
     input_kind: ClassVar[str] = "images"
     published_format: ClassVar[str] = "torchvision"
+    free_at_resume: ClassVar[tuple[str, ...]] = ("norm",)  # batch, sync and frozen have the same weights
     new_head_with: ClassVar[tuple[str, ...]] = ("num_classes",)  # start_from= may change it
     batch_norm_stride: ClassVar[int] = 8  # pixels per value of the last norm, with small_images; otherwise 32
     BLOCK: ClassVar[type[ResidualBlock | Bottleneck]]

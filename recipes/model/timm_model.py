@@ -50,6 +50,7 @@ class TimmModel(nn.Module):
 
     input_kind: ClassVar[str] = "images"
     published_format: ClassVar[str] = "timm"
+    free_at_resume: ClassVar[tuple[str, ...]] = ("norm",)  # batch, sync and frozen have the same weights
     new_head_with: ClassVar[tuple[str, ...]] = ("num_classes",)  # start_from= may change it
 
     def __init__(

@@ -65,7 +65,7 @@ def test_a_command_that_needs_more_than_this_machine_composes_and_is_valid(
         if "resume=logs/mine" in overrides:  # here of GPT-2 on texts, on two pages not
             others = ("the data has no answers", "its weights are those of GPT2")
             mistakes = [mistake for mistake in mistakes if not any(other in mistake for other in others)]
-        made = [f"hydra.run.dir=logs/{run}" for run in ("mine", "judge", *OWN_RUNS)]
+        made = [f"hydra.run.dir=logs/{run}" for run in ("mine", "judge", "simclr", *OWN_RUNS)]
         if not {*made}.isdisjoint(overrides):  # which other commands resume
             mistakes = [mistake for mistake in mistakes if "the folder contains a run" not in mistake]
         assert mistakes == [], overrides
@@ -106,12 +106,15 @@ def _make_workplace(folder: Path) -> Path:
     (folder / "logs/judge/export").mkdir(parents=True)
     (folder / "logs/judge/export/config.json").write_text('{"architectures": ["GPT2ForSequenceClassification"]}')
     (folder / "convnext_tiny.safetensors").write_bytes(bytes(8))
-    for name in ("raw", "tokens", "prepared/documents", "photos", "imagenet"):
+    for table in ("iris", "houses", "patients"):
+        (folder / f"{table}.csv").write_text("size,price\n1,2\n")
+    for name in ("raw", "tokens", "prepared/documents", "photos", "labelled", "imagenet"):
         (folder / name).mkdir(parents=True)
     from omegaconf import OmegaConf
 
     trained = [words for block in BLOCKS if block.page.name == "own_data.md" for words in read_commands(block)]
     typed = {run: ["hydra.run.dir=logs/mine"] for run in ("mine", "long", "run1", "judge")}
+    typed["simclr"] = ["recipe=simclr", f"data.path={folder / 'photos'}", "model.name=resnet50"]
     typed |= {run: next(words for words in trained if f"hydra.run.dir=logs/{run}" in words) for run in OWN_RUNS}
     for run, words in typed.items():
         composed, _ = compose_and_check(words)
