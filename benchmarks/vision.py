@@ -45,7 +45,7 @@ def train(folder: Path, overrides: Sequence[str], seed: int) -> dict[str, float]
     print(folder.name, f"seed {seed}", *overrides, file=sys.stderr, flush=True)
     folder = folder.with_name(re.sub(r"\W+", "_", folder.name))
     began = time.monotonic()
-    lr.compose(*overrides, *COMMON, f"seed={seed}", f"hydra.run.dir={folder}").fit()
+    lr.compose(*COMMON, *overrides, f"seed={seed}", f"hydra.run.dir={folder}").fit()
     rows = [row for row in lr.read(folder).rows if "val/loss" in row]
     return {**rows[-1], "minutes": (time.monotonic() - began) / 60}
 
