@@ -102,6 +102,8 @@ class ClassReport(Callback):
         target, predicted = outputs["target"], outputs["predicted"]  # [B] each
         counts = target != NO_CLASS
         self._pairs.append(torch.stack([target, predicted])[:, counts].cpu())
+        if not self.num_mistakes:
+            return
         losses = outputs["loss"].float().masked_fill(~counts | (target == predicted), -torch.inf)  # [B]
         largest = losses.topk(min(self.num_mistakes, len(losses)))
         inputs = batch["inputs"] if isinstance(batch, Mapping) else batch[0]

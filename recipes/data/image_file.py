@@ -126,7 +126,8 @@ def _check_size(image: Any, data: bytes) -> None:
         raise BadImageError(f"{width} x {height} pixels are more than {MAX_PIXELS:,}, or {MAX_SIDE:,} of a side")
     if any(tile[0] in _SLOW for tile in image.tile) and pixels > _MAX_SLOW_PIXELS:
         raise BadImageError(f"{width} x {height} pixels of this kind of {image.format} take minutes to decode")
-    passes = len(_START_OF_SCAN.findall(data)) if image.format in ("JPEG", "MPO") else 1
+    # others have one, and videos behind a photo have these two bytes by chance
+    passes = len(_START_OF_SCAN.findall(data)) if image.info.get("progressive") else 1
     if passes * pixels > _MAX_PASSED:
         raise BadImageError(f"{passes:,} passes over {width} x {height} pixels take minutes to decode")
     if image.format == "TIFF":

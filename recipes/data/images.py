@@ -116,6 +116,13 @@ class ImageSplit:
         )
         return train, val
 
+    def join(self, other: "ImageSplit") -> "ImageSplit":
+        """Return both parts of `divide` in the order of the whole."""
+        numbers = np.concatenate([self.numbers, other.numbers])
+        order = np.argsort(numbers)
+        targets = torch.cat([self.targets, other.targets])[torch.from_numpy(order)]
+        return replace(self, numbers=numbers[order], targets=targets)
+
     @property
     def fingerprint(self) -> str:
         """String that is equal for equal keys, targets and names of classes."""
@@ -144,6 +151,12 @@ class ImageSource:
     transform: ImageTransform
     on_bad_image: OnBadImage
 
+    _holds_out_all: ClassVar[bool] = False
+
+    def hold_out_all(self) -> None:
+        """Validate on all images, where they have none of their own for it; before `prepare`."""
+        self._holds_out_all = True  # type: ignore[misc]
+
     def list_splits(self) -> dict[str, ImageSplit]:
         """Return `train`, `val` and perhaps `test`; called once, by `prepare`.
 
@@ -162,6 +175,9 @@ class ImageSource:
             return
         import_pillow()
         self._splits = self.list_splits()
+        train, val = self._splits["train"], self._splits["val"]
+        if self._holds_out_all and val.store is train.store:
+            self._splits["val"] = train.join(val)
         skips = self.on_bad_image == "skip"
         self._images = {split: Images(of, self.transform, skips=skips) for split, of in self._splits.items()}
 

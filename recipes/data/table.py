@@ -76,6 +76,7 @@ class Table:
         self._takes_missing = on_missing == "mean"
         self._val_fraction = val_fraction
         self._recorded: Mapping[str, Any] | None = None
+        self._holds_out_all = False
 
     def prepare(self) -> None:
         """Read all rows; a second call does nothing.
@@ -88,6 +89,8 @@ class Table:
         training = self._read("data.path", None)
         if "data.val_path" in self._paths:
             held_out = self._read("data.val_path", training)
+        elif self._holds_out_all:
+            held_out = training
         else:
             training, held_out = _divide(training, self._val_fraction)
         self._parts = {"train": training, "val": held_out}
@@ -95,6 +98,10 @@ class Table:
             self._scaling = Scaling.of(training, standardizes=self._standardize)
         else:
             self._scaling = Scaling.recorded(self._recorded, training.names)
+
+    def hold_out_all(self) -> None:
+        """Validate on all rows of `path`, where they have no others for it; before `prepare`."""
+        self._holds_out_all = True
 
     @property
     def class_names(self) -> list[str] | None:
@@ -108,6 +115,7 @@ class Table:
             "inputs": self._parts["train"].names,
             "mean": self._scaling.mean.tolist(),
             "std": self._scaling.std.tolist(),
+            "filled": self._scaling.filled.tolist(),
         }
 
     def use_statistics(self, recorded: Mapping[str, Any]) -> None:
@@ -175,7 +183,7 @@ class Table:
         names, cells, targets, places = self._list_cells(path, setting, training)
         if not places:
             raise ConfigError(f"{setting}={path}", "it has no rows", f"{setting}=<a table with rows>")
-        inputs = torch.tensor(cells, dtype=torch.float32)  # [N, F]
+        inputs = torch.tensor(cells, dtype=torch.float64)  # [N, F]; a time in seconds loses minutes in float32
         if not self._takes_missing and (empty := torch.isnan(inputs).nonzero()).numel():
             row, column = empty[0].tolist()
             num_rows = int(torch.isnan(inputs).any(dim=1).sum())
@@ -223,7 +231,7 @@ class _Rows:
     """Rows of a split.
 
     Attributes:
-        inputs: [N, F] float, NaN where a cell is empty.
+        inputs: [N, F] float64, NaN where a cell is empty.
         targets: [N] int64, or [N, V] float.
         names: F, of the inputs.
         class_names: Of classes and labels.
@@ -247,7 +255,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Mean and deviation of the inputs of training, [F] float each; 0 and 1: inputs are used as they are.
+    """Mean and deviation of the inputs of training, [F] float64 each; 0 and 1: inputs are used as they are.
 
     Attributes:
         mean: What is subtracted.
@@ -266,17 +274,15 @@ class Scaling:
         Raises:
             ConfigError: A column has nothing in any row.
         """
-        inputs = rows.inputs.double()
+        inputs = rows.inputs
         if (empty := torch.isnan(inputs).all(dim=0)).any():
             name = rows.names[int(empty.nonzero()[0])]
             fix = type_setting("data.inputs", [each for each in rows.names if each != name][:_NUM_NAMED])
             raise ConfigError(f"data.inputs={name}", "it is empty in every row of training", fix)
         mean = inputs.nanmean(dim=0)
         std = (inputs - mean).square().nanmean(dim=0).sqrt()
-        std = torch.where(std > 0, std, torch.ones(()))
-        if not standardizes:
-            return cls(torch.zeros(len(mean)), torch.ones(len(mean)), mean.float())
-        return cls(mean.float(), std.float(), mean.float())
+        std = torch.where(std > 0, std, 1.0)
+        return cls(mean, std, mean) if standardizes else cls(torch.zeros_like(mean), torch.ones_like(mean), mean)
 
     @classmethod
     def recorded(cls, statistics: Mapping[str, Any], names: Sequence[str]) -> "Scaling":
@@ -289,18 +295,17 @@ class Scaling:
             reason = f"the inputs are {', '.join(names[:_NUM_NAMED])}, and the run was trained on others"
             fix = type_setting("data.inputs", [*statistics["inputs"]])
             raise ConfigError("data", reason, fix)
-        mean, std = (torch.tensor(statistics[name], dtype=torch.float32) for name in ("mean", "std"))
-        return cls(mean, std, mean)
+        return cls(*(torch.tensor(statistics[name], dtype=torch.float64) for name in ("mean", "std", "filled")))
 
     @property
     def fingerprint(self) -> str:
         """String that is equal for equal numbers."""
-        numbers = torch.cat([self.mean, self.std]).numpy().tobytes()
+        numbers = torch.cat([self.mean, self.std, self.filled]).numpy().tobytes()
         return hashlib.blake2b(numbers, digest_size=6).hexdigest()
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Return a row as the model reads it: [F] float -> [F] float."""
-        return (torch.where(torch.isnan(inputs), self.filled, inputs) - self.mean) / self.std
+        """Return a row as the model reads it: [F] float64 -> [F] float32."""
+        return ((torch.where(torch.isnan(inputs), self.filled, inputs) - self.mean) / self.std).float()
 
 
 class TableRows(Dataset[dict[str, Tensor]]):

@@ -53,7 +53,8 @@ class TargetColumns:
             if name not in fields:
                 known = ", ".join(map(str, fields)) or "nothing"
                 raise ConfigError(f"{setting}={name}", f"{place} has {known}", f"{setting}=<one of them>")
-            if fields[name] is None or fields[name] != fields[name]:
+            is_blank = isinstance(fields[name], str) and not fields[name].strip() and self.kind != "labels"
+            if fields[name] is None or fields[name] != fields[name] or is_blank:
                 reason = f"it has no {name}, and what is learned of a row must be there"
                 raise ConfigError(place, reason, f"the rows without those that have no {name}")
         return [fields[name] for name in self.names]

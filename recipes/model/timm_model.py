@@ -182,7 +182,7 @@ def make_timm(name: str, settings: Mapping[str, Any], **weights: Any) -> nn.Modu
         raise ConfigError(f"model.name={name}", f"timm {timm.__version__} has no such model", fix)
     try:
         made: nn.Module = timm.create_model(name, **settings, **weights)
-    except (TypeError, AssertionError, ValueError) as error:
+    except (TypeError, AssertionError, RuntimeError, ValueError) as error:
         shown = ", ".join(f"{key}={value}" for key, value in settings.items())
         reason = f"timm does not construct it with {shown}: {error}"
         fix = "model.image_size=null, or without the argument of model.arguments that it does not take"

@@ -90,9 +90,10 @@ class Supervised(TrainingTask):
         _check_forward(model)
         try:
             outputs = model(inputs.to("meta"))
-        except (RuntimeError, TypeError, ValueError) as error:
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             said = str(error)
-            if type(error) is RuntimeError and _OF_SIZES.search(said) and not _OF_DEVICE.search(said):
+            is_of_sizes = type(error) is RuntimeError and _OF_SIZES.search(said) and not _OF_DEVICE.search(said)
+            if is_of_sizes or (type(error) is AssertionError and inputs.ndim == 4):  # timm asserts sizes of images
                 raise self._explain_sizes(model, inputs, said) from error
             return  # it reads values, or the first step raises this again, with its traceback
         if isinstance(outputs, Tensor):
@@ -111,11 +112,13 @@ class Supervised(TrainingTask):
         sizes = [*inputs.shape[1:]]
         said = said.partition("\n")[0].rstrip(".")
         reason = f"the inputs of a sample are [{', '.join(map(str, sizes))}], and torch says: {said}"
-        numbers = {name: value for name, value in self.model_arguments.items() if type(value) is int}
+        numbers = {name: value for name, value in self.model_arguments.items() if value is None or type(value) is int}
         for name, value in numbers.items():
             for size in dict.fromkeys(sizes):
                 if size != value and self._takes(type(model), {name: size}, inputs):
-                    return ConfigError(f"model.{name}={value}", reason, f"model.{name}={size}")
+                    return ConfigError(
+                        f"model.{name}={'null' if value is None else value}", reason, f"model.{name}={size}"
+                    )
         shown = ", ".join(f"model.{name}=" for name in numbers)
         fix = f"its settings for such inputs, of {shown}" if shown else "a model for such inputs"
         return ConfigError(f"model._target_={_get_path(model)}", reason, fix)
@@ -125,7 +128,7 @@ class Supervised(TrainingTask):
         try:
             with torch.device("meta"):
                 model_class(**{**self.model_arguments, **changed}).eval()(inputs.to("meta"))
-        except (RuntimeError, TypeError, ValueError):
+        except (AssertionError, RuntimeError, TypeError, ValueError):
             return False
         return True
 

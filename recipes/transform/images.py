@@ -7,6 +7,7 @@ Shapes: C channels, H x W pixels of a file, S x S pixels of a sample.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -24,6 +25,7 @@ Crop = Literal["resized", "padded", "none", "own"]
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
 Sample = dict[str, Tensor]
 _BITS = 8  # of a channel
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, another one in every process
 _TRIED = 256  # pixels of a side of the image on which transforms of one's own are tried
 
 
@@ -38,6 +40,7 @@ class Pixels:
         interpolation: Of everything that is resized.
         mean: [C], of 0 to 1.
         std: [C].
+        crop_mode: Whether a validation sees the `center`, or all of the image as a square, `squash`.
     """
 
     size: int
@@ -46,6 +49,7 @@ class Pixels:
     interpolation: Interpolation
     mean: Sequence[float]
     std: Sequence[float]
+    crop_mode: Literal["center", "squash"]
 
 
 # as most models that are trained on ImageNet
@@ -55,7 +59,9 @@ _IMAGENET: dict[str, Any] = {
     "interpolation": "bicubic",
     "mean": (0.485, 0.456, 0.406),
     "std": (0.229, 0.224, 0.225),
+    "crop_mode": "center",
 }
+_NOT_SET = ("crop_mode",)  # by any setting of a transform
 
 
 def import_transforms() -> Any:
@@ -147,6 +153,15 @@ class ImageTransform:
         if len(self.pixels.mean) != len(self.pixels.std):
             reason = f"transform.mean has {len(self.pixels.mean)} channels"
             raise ConfigError(f"transform.std={[*self.pixels.std]}", reason, "as many numbers for both")
+        if self.num_channels not in (1, 3):
+            reason = "images are gray, of one channel, or of three colors"
+            raise ConfigError(f"transform.mean={[*self.pixels.mean]}", reason, "one number or three, as transform.std")
+        if min(self.pixels.std) <= 0:
+            reason = "every channel is divided by its deviation"
+            raise ConfigError(f"transform.std={[*self.pixels.std]}", reason, "numbers greater than 0")
+        if self.scale[-1] > 1:
+            reason = "it is the part of an image that a crop takes"
+            raise ConfigError(f"transform.scale={[*self.scale]}", reason, "'transform.scale=[0.5,1.0]'")
         for name in ("scale", "ratio"):
             values = getattr(self, name)
             if len(values) != 2 or not 0 < values[0] <= values[1]:
@@ -210,26 +225,31 @@ class ImageTransform:
 
     def describe(self) -> str:
         """Return the settings that training samples depend on, for the log and the fingerprint."""
-        parts = [f"crop={self.crop}"]
+        parts = [f"{self.pixels.size} pixels, {self.pixels.interpolation}, crop={self.crop}"]
         parts += [f"scale={[*self.scale]}, ratio={[*self.ratio]}"] if self.crop == "resized" else []
         parts += [f"padding={self.padding}"] if self.crop == "padded" else []
         parts += [f"{name}={getattr(self, name)}" for name in ("flip", "color_jitter", "erase") if getattr(self, name)]
+        parts += [f"erase_with={self.erase_with}"] if self.erase else []
         if self.policy != "none":
             parts.append(f"policy={self.policy}")
         if self.policy == "randaugment":
             parts.append(f"{self.num_operations} operations of magnitude {self.magnitude}")
-        parts += [str(each) for each in self.extra.values()]
+        parts += [_ADDRESS.sub("", str(each)) for each in self.extra.values()]
+        parts += [f"{self.views} views"] if self.views > 1 else []
         return ", ".join(filter(None, (*parts, self.mixing.describe())))
 
     def describe_eval(self) -> str:
         """Return the settings that validation samples depend on, for the fingerprint."""
         pixels = self.pixels
         numbers = f"{[*pixels.mean]}/{[*pixels.std]}"
-        return f"{pixels.eval_size}/{pixels.eval_crop}/{pixels.interpolation}/{numbers}"
+        if self.views > 1:  # they are drawn
+            return f"{self.describe()}/{pixels.size}/{pixels.interpolation}/{numbers}"
+        return f"{pixels.eval_size}/{pixels.eval_crop}/{pixels.crop_mode}/{pixels.interpolation}/{numbers}"
 
     def describe_origin(self) -> str:
         """Return the settings that were not given, and where they are from, for the log; empty: all were given."""
-        chosen = ", ".join(f"{name}={getattr(self.pixels, name)}" for name in _IMAGENET if getattr(self, name) is None)
+        left_open = [name for name in _IMAGENET if name not in _NOT_SET and getattr(self, name) is None]
+        chosen = ", ".join(f"{name}={getattr(self.pixels, name)}" for name in left_open)
         return f"{chosen} as {self._origin}" if chosen else ""
 
     def _choose_pixels(self) -> tuple[Pixels, str]:
@@ -237,8 +257,8 @@ class ImageTransform:
         published, origin = _read_published(self.model)
         if self.in_channels == 1:
             published = published | {name: (sum(published[name]) / 3,) for name in ("mean", "std")}
-        given = {name: getattr(self, name) for name in _IMAGENET if getattr(self, name) is not None}
-        chosen = published | given
+        given = {name: getattr(self, name) for name in _IMAGENET if name not in _NOT_SET}
+        chosen = published | {name: value for name, value in given.items() if value is not None}
         return Pixels(**chosen, eval_size=self.eval_size or chosen["size"]), origin
 
     def _make_training(self) -> Any:
@@ -271,7 +291,9 @@ class ImageTransform:
         v2, size = import_transforms(), self.pixels.eval_size
         interpolation = v2.InterpolationMode(self.pixels.interpolation)
         # rounded as timm does, whose published accuracies are of such images
-        resize = v2.Resize(math.floor(size / self.pixels.eval_crop), interpolation=interpolation, antialias=True)
+        shorter: Any = math.floor(size / self.pixels.eval_crop)
+        whole = (shorter, shorter) if self.pixels.crop_mode == "squash" else shorter
+        resize = v2.Resize(whole, interpolation=interpolation, antialias=True)
         return v2.Compose([resize, v2.CenterCrop(size), *self._to_numbers(v2)])
 
     def _to_numbers(self, v2: Any) -> list[Any]:
@@ -288,9 +310,9 @@ class ImageTransform:
         with torch.random.fork_rng(devices=[]):
             try:
                 self.draw(image)
-            except (TypeError, ValueError, RuntimeError) as error:
-                if isinstance(error, ConfigError):
-                    raise
+            except ConfigError:
+                raise
+            except Exception as error:  # they may be one's own
                 reason = f"called with an image {[*image.shape]} of uint8, they raise {type(error).__name__}: {error}"
                 fix = "transforms that take such images, of torchvision.transforms.v2"
                 raise ConfigError(self._name_extra(), reason, fix) from error
@@ -310,7 +332,12 @@ def _read_published(model: str | None) -> tuple[dict[str, Any], str]:
         import timm
     except ImportError:
         return _IMAGENET, "usual for ImageNet, because timm is not installed"
-    known = timm.get_pretrained_cfg(model)
+    try:
+        known = timm.get_pretrained_cfg(model)
+    except RuntimeError as error:  # of a tag that it does not know
+        raise ConfigError(
+            f"model.name={model}", str(error).rstrip("."), f"model.name={model.partition('.')[0]}"
+        ) from error
     if known is None or known.input_size is None:
         return _IMAGENET, f"usual for ImageNet, because timm publishes no weights of {model}"
     given = {
@@ -319,6 +346,7 @@ def _read_published(model: str | None) -> tuple[dict[str, Any], str]:
         "interpolation": known.interpolation,
         "mean": known.mean,
         "std": known.std,
+        "crop_mode": "squash" if known.crop_mode == "squash" else "center",
     }
     return given, f"published with timm's {'.'.join(filter(None, (known.architecture, known.tag)))}"
 

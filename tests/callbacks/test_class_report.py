@@ -118,3 +118,9 @@ def test_outputs_without_classes_write_nothing(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
     with pytest.raises(ValueError, match="num_mistakes is -1; it is 0 or more; set num_mistakes=24"):
         ClassReport(num_mistakes=-1)
+
+
+def test_no_mistakes_are_kept_where_none_are_wanted(tmp_path: Path) -> None:
+    validate(ClassReport(num_mistakes=0), tmp_path)
+    record = read(tmp_path)
+    assert record["mistakes"] == []

@@ -116,11 +116,12 @@ def describe_preprocessing(run: Run, model: Any) -> dict[str, Any]:
     if not isinstance(transform, ImageTransform):
         return {}
     return {
-        "input_size": (model.in_channels, transform.size, transform.size),
-        "interpolation": transform.interpolation,
-        "mean": tuple(transform.mean),
-        "std": tuple(transform.std),
-        "crop_pct": transform.eval_crop,
+        "input_size": (model.in_channels, pixels.eval_size, pixels.eval_size),
+        "interpolation": pixels.interpolation,
+        "mean": tuple(pixels.mean),
+        "std": tuple(pixels.std),
+        "crop_pct": pixels.eval_crop,
+        "crop_mode": pixels.crop_mode,
     }
 
 

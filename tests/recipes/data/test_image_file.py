@@ -232,3 +232,10 @@ def test_a_pipe_is_no_image(tmp_path):
     os.mkfifo(tmp_path / "a.jpg")
     with pytest.raises(BadImageError, match="pipe"):
         read_file(tmp_path / "a.jpg")
+
+
+def test_a_video_behind_a_photo_adds_no_passes():
+    image = PIL.new("RGB", (2000, 1500), (200, 10, 10))
+    photo = encoded(image, "JPEG")
+    found = decode(photo + b"\xff\xda" * 4000, 3)
+    assert found.shape == (3, 1500, 2000)

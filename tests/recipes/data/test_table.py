@@ -157,3 +157,36 @@ def test_a_class_is_in_one_column_and_no_number_between():
         TargetColumns.of("y", "classes").read([[0.5]], ["1"], None)
     with pytest.raises(ConfigError, match="the largest class is 99,999,999"):
         TargetColumns.of("y", "classes").read([["99999999"]], ["1"], None)
+
+
+def test_what_fills_an_empty_cell_is_recorded_without_standardizing(tmp_path):
+    rows = [f"{i if i % 4 else ''},{i},{i % 2}" for i in range(40)]
+    path = write(tmp_path / "t.csv", "a,b,y", *rows)
+    first, resumed = (table_of(path, standardize=False, on_missing="mean") for _ in range(2))
+    first.prepare()
+    resumed.use_statistics(first.statistics)
+    resumed.prepare()
+    assert torch.equal(stacked(resumed.train()), stacked(first.train()))
+    assert resumed.fingerprint == first.fingerprint
+    assert stacked(first.train())[:, 0].min() > 0, "an empty cell is no 0"
+
+
+def test_times_in_seconds_keep_their_seconds(tmp_path):
+    source = table_of(write(tmp_path / "t.csv", "at,y", *(f"{1_700_000_000 + i},{i % 2}" for i in range(60))))
+    source.prepare()
+    inputs = stacked(source.train())[:, 0]
+    assert len(inputs.unique()) == len(inputs), "float32 would keep steps of 128 seconds"
+    assert abs(inputs.std(correction=0).item() - 1) < 1e-5
+
+
+def test_a_blank_class_is_refused_and_no_class_of_its_own(tmp_path):
+    rows = [f"{i},{i % 3}" for i in range(20)]
+    path = write(tmp_path / "t.csv", "a,y", *rows, '7,"  "')
+    assert "it has no y" in mistake(path)
+
+
+def test_another_table_is_validated_on_as_a_whole(numbers):
+    source = table_of(numbers)
+    source.hold_out_all()
+    source.prepare()
+    assert len(source.val()) == 60

@@ -133,3 +133,38 @@ def test_another_size_of_validation_is_that_of_its_samples() -> None:
 def test_transforms_of_another_shape_are_refused_before_the_run(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_transform(**settings)
+
+
+def test_a_fingerprint_names_what_is_drawn_and_no_address() -> None:
+    class Crop:
+        def __call__(self, image: Tensor) -> Tensor:
+            return image
+
+    assert make_transform(size=8).describe() != make_transform(size=12).describe()
+    zeros, noise = (make_transform(erase=0.5, erase_with=kind) for kind in ("zeros", "noise"))
+    assert zeros.describe() != noise.describe()
+    assert make_transform(extra={"crop": Crop()}).describe() == make_transform(extra={"crop": Crop()}).describe()
+
+
+def test_a_model_whose_published_weights_saw_whole_images_squashed_sees_them_so() -> None:
+    open_settings: dict[str, Any] = dict.fromkeys(("size", "eval_crop", "interpolation", "mean", "std"))
+    squashed = make_transform(model="convnext_tiny.fb_in22k_ft_in1k_384", **open_settings)
+    assert squashed.pixels.crop_mode == "squash"
+    image = torch.zeros(3, 40, 400, dtype=torch.uint8)
+    image[:, :, 380:] = 255  # at the right, which a center crop leaves out
+    assert squashed(image)[0, :, -4:].min() > 0
+    assert make_transform(size=8, eval_crop=1.0)(image)[0].max() < 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mean": [0.5, 0.5], "std": [0.5, 0.5]}, "of one channel, or of three colors"),
+        ({"std": [0.5, 0.0, 0.5]}, "numbers greater than 0"),
+        ({"scale": [0.5, 2.0]}, "part of an image that a crop takes"),
+        ({"model": "resnet50.a1_in22k", "size": None}, "type: model.name=resnet50|model.name=resnet50"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_when_they_are_read(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_transform(**settings)
