@@ -82,6 +82,12 @@ def needed_by(recipe: str, folder: Path, *, model: str = "") -> list[str]:
         rows = ({"prompt": f"{i}+{i}=", "answer": f"{2 * i}"} for i in range(200))
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         return [f"data.path={path}", "reward=numeric", "rollout.max_new_tokens=16"]
+    if recipe in ("regression", "multi_label"):
+        path = folder / "rows.csv"
+        path.write_text("".join(["a,b,y,z\n", *(f"{i % 7},{i % 5},{i % 2},{i % 3 == 0:d}\n" for i in range(60))]))
+        targets = "[y,z]" if recipe == "multi_label" else "y"
+        shape = ["model.num_inputs=2", f"model.num_classes={2 if recipe == 'multi_label' else 1}"]
+        return [f"data.path={path}", "data.inputs=[a,b]", f"data.targets={targets}", *shape]
     if recipe != "sft":
         return []
     path.write_text("".join(f'{{"prompt": "{i}+{i}=", "completion": "{2 * i}"}}\n' for i in range(200)))

@@ -163,6 +163,10 @@ def declares(model: str, constant: str) -> bool:
 
 OF_ANSWERS = ("dpo", "orpo", "simpo", "kto", "reward_model", "grpo", "ppo")  # which refuse experts
 SET_DATA = ("sft", "mixture", *OF_ANSWERS)
+# recipes whose data is of no other model than that which they set
+OF_ONE_MODEL = {**dict.fromkeys((*RECIPES_OF_IMAGES, "vision_quickstart"), "timm")} | dict.fromkeys(
+    ("regression", "multi_label"), "mlp"
+)
 # recipes whose ranks divide a model -> their smallest number; models that cannot be divided over two
 DIVIDED = {"tp_bf16": 2, "fsdp_tp_bf16": 2, "cp_bf16": 2, "ep_bf16": 2, "pp_bf16": 2, "fsdp_tp_pp_bf16": 4}
 WITH_EXPERTS = {"mixtral_nano", "mixtral_8x7b", "deepseek_nano", "deepseek_v3"}
@@ -171,7 +175,7 @@ IMAGE_MODELS = {"resnet18", "resnet50", "timm"}
 UNDIVIDED = {"gpt2_xl", *WITH_EXPERTS, *(model for model in MODELS if not declares(model, "tensor_parallel"))}
 # every recipe once and every model once; all pairs in `make test-long`
 ONCE = {*zip(RECIPES, itertools.cycle(MODELS), strict=False), *zip(itertools.cycle(RECIPES), MODELS, strict=False)}
-ONCE |= {(recipe, "timm") for recipe in RECIPES_OF_IMAGES}
+ONCE |= {*OF_ONE_MODEL.items()}
 
 
 @pytest.mark.parametrize(
@@ -181,7 +185,8 @@ ONCE |= {(recipe, "timm") for recipe in RECIPES_OF_IMAGES}
         for pair in itertools.product(RECIPES, MODELS)
         # these recipes set the data: text, and two of them its tokenizer
         if not (pair[0].startswith(SET_DATA) and pair[1] in IMAGE_MODELS)
-        and not (pair[0] in RECIPES_OF_IMAGES and pair[1] != "timm")  # of which they name a model
+        and OF_ONE_MODEL.get(pair[0], pair[1]) == pair[1]
+        and not (pair[1] == "mlp" and pair[0] not in OF_ONE_MODEL)  # it has no data of its own
         and not (pair[0] in ("sft_demo", "mixture") and pair[1] == "huggingface")
         and (pair[1] in WITH_EXPERTS or pair[0] != "ep_bf16")
         and not (pair[0] in OF_ANSWERS and pair[1] in WITH_EXPERTS)

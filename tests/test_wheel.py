@@ -16,6 +16,7 @@ from support import ROOT
 STRANGER = """
 import sys
 
+import lightning_recipes.recipes  # before Lightning, for the torchvision of the tests, as in conftest.py
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
@@ -78,6 +79,7 @@ print("trained", trainer.global_step, "steps; recipes" if "recipes" in sys.modul
 
 FROM_PYTHON = """
 import callbacks
+import lightning_recipes.recipes  # as above
 import lightning_recipes as lr
 from lightning_recipes.callbacks import GradNormMonitor
 

@@ -29,7 +29,7 @@ class _Regression(TargetLoss):
 
     target_kinds: ClassVar[tuple[str, ...]] = ("values",)
 
-    def __init__(self, *, center: float = 0.0, scale: Annotated[float, "> 0"] = 1.0) -> None:
+    def __init__(self, *, center: Annotated[float, "> -1e30, < 1e30"], scale: Annotated[float, "> 0, < 1e30"]) -> None:
         self._center = center
         self._scale = scale
 
@@ -83,7 +83,11 @@ class Huber(_Regression):
     """
 
     def __init__(
-        self, *, delta: Annotated[float, "> 0"], center: float = 0.0, scale: Annotated[float, "> 0"] = 1.0
+        self,
+        *,
+        delta: Annotated[float, "> 0"],
+        center: Annotated[float, "> -1e30, < 1e30"],
+        scale: Annotated[float, "> 0, < 1e30"],
     ) -> None:
         super().__init__(center=center, scale=scale)
         self._delta = delta

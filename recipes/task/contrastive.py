@@ -5,7 +5,7 @@ Shapes: B images of a micro-batch, n of a rank in a step, N of the global batch 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,14 @@ class Contrastive(TrainingTask):
     unused_model_settings: ClassVar[tuple[str, ...]] = ("num_classes",)
     loss: NTXent
 
-    def __init__(self, *, hidden_size: int, projection_size: int, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        hidden_size: Annotated[int, ">= 1"],
+        projection_size: Annotated[int, ">= 1"],
+        channels_last: bool | None,
+        **settings: Any,
+    ) -> None:
         super().__init__(**settings)  # the model is made with these sizes, see `attaches`
         self._found: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of the validation that runs, by its set
         self._losses_of_split: Iterator[float] = iter(())

@@ -35,7 +35,7 @@ class Supervised(TrainingTask):
     input_kind: ClassVar[tuple[str, ...]] = ("images", "tensors")
     has_fixed_shapes: ClassVar[bool] = True
 
-    def __init__(self, *, channels_last: bool | None = None, **settings: Any) -> None:
+    def __init__(self, *, channels_last: bool | None, **settings: Any) -> None:
         super().__init__(**settings)
         self._channels_last = channels_last
 

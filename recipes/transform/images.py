@@ -127,8 +127,8 @@ class ImageTransform:
     size: Annotated[int, ">= 1"] | None
     eval_size: Annotated[int, ">= 1"] | None
     crop: Crop
-    scale: Sequence[float]
-    ratio: Sequence[float]
+    scale: Sequence[Annotated[float, "> 0, <= 1"]]
+    ratio: Sequence[Annotated[float, "> 0"]]
     padding: Annotated[int, ">= 0"]
     flip: Annotated[float, ">= 0, <= 1"]
     policy: Policy
@@ -140,8 +140,8 @@ class ImageTransform:
     erase_with: Literal["zeros", "noise"]
     eval_crop: Annotated[float, "> 0, <= 1"] | None
     interpolation: Interpolation | None
-    mean: Sequence[float] | None
-    std: Sequence[float] | None
+    mean: Sequence[Annotated[float, ">= 0, <= 1"]] | None
+    std: Sequence[Annotated[float, "> 0"]] | None
     mixup: Annotated[float, ">= 0"]
     cutmix: Annotated[float, ">= 0"]
     mix_probability: Annotated[float, ">= 0, <= 1"]

@@ -17,7 +17,7 @@ from recipes.config.epochs import MAX_STEPS
 from recipes.config.overrides import REFERENCE, for_shell
 from recipes.config.search_path import find_config_folders
 from recipes.config.signature import find_signature
-from recipes.config.traits import read_target_kind, read_target_kinds
+from recipes.config.traits import read_sample_kind, read_target_kind, read_target_kinds
 from recipes.errors import type_command
 
 # common names of a precision or a strategy -> option
@@ -483,7 +483,8 @@ def _find_options(
     if section == ["mode"] and any(text.startswith("mode=") for text in config.hydra.overrides.task):
         return []
     task = get_choice("task", config) if "task" in config.hydra.runtime.choices else None
-    options = _options_with(section[0], missing[0], typed, task=task)
+    kind = read_sample_kind(config["data"]) if section == ["data"] else None
+    options = _options_with(section[0], missing[0], typed, task=task, kind=kind)
     if section == ["loss"]:  # of the same targets; what reads others needs another task
         kinds = {*read_target_kinds(config["loss"])}
         options = [
@@ -492,14 +493,26 @@ def _find_options(
     return options
 
 
-def _options_with(group: str, key: str, typed: Sequence[str], *, task: str | None = None) -> list[str]:
-    """Return the options of a group whose files set a key, the shortest name first."""
+def _options_with(
+    group: str, key: str, typed: Sequence[str], *, task: str | None = None, kind: str | None = None
+) -> list[str]:
+    """Return the options of a group whose files set a key, the shortest name first.
+
+    Args:
+        group: The group.
+        key: Setting.
+        typed: Overrides of this command line.
+        task: Chosen task, for metrics.
+        kind: Kind of the samples of the chosen data, for other data: the model reads it.
+    """
     options = [option for option in list_options(group, typed) if key in read_option(group, option, typed)]
     if group == "metrics":  # those of another task are computed from what it predicts
         options = [option for option in options if option == task or option not in list_options("task", typed)]
     if group == "data":  # of tasks that a recipe sets with their data
         own = [each for each in options if read_target_kind(read_option(group, each, typed)) not in _OF_RECIPES]
         options = own or options
+        alike = [each for each in options if kind and read_sample_kind(read_option(group, each, typed)) == kind]
+        options = alike or options
     return sorted(options, key=lambda option: (option != key, len(option), option))[:_MAX_OPTIONS]
 
 

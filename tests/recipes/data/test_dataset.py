@@ -199,8 +199,7 @@ def mistakes_of(*overrides: str) -> list[str]:
 
 def test_a_model_of_another_kind_is_answered_with_what_to_type() -> None:
     assert mistakes_of(*ROWS) == [
-        "model=gpt2_nano data=dataset: the model takes tokens, the data gives tensors; type"
-        ' model._target_=<module.Class>, of your own, with input_kind = "tensors"'
+        "model=gpt2_nano data=dataset: the model takes tokens, the data gives tensors; type model=mlp"
     ]
     [mistake] = mistakes_of("model=resnet18", "data=dataset", TRAIN, VAL)
     assert mistake.endswith("or data.kind=images")

@@ -324,3 +324,15 @@ def test_no_pillow_names_the_extra(folder, monkeypatch):
     assert mistake(folder_of(folder)) == (
         "data: images need Pillow, which is not installed; type pip install -e '.[vision]'"
     )
+
+
+def test_another_folder_is_evaluated_as_a_whole(folder):
+    whole = folder_of(folder)
+    whole.hold_out_all()
+    whole.prepare()
+    parts = folder_of(folder)
+    parts.prepare()
+    assert len(whole.val()) == len(parts.train()) + len(parts.val())
+    split = whole.val()._split
+    assert split.numbers.tolist() == list(range(len(whole.val())))
+    assert [int(target) for target in split.targets] == sorted(int(target) for target in split.targets)

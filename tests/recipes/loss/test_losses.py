@@ -26,6 +26,7 @@ VALUES = torch.randn(B, V, generator=GENERATOR, dtype=torch.float64)
 SOFT = torch.randn(B, V, generator=GENERATOR, dtype=torch.float64).softmax(dim=1)
 WITHOUT_ONE = SOFT.where(torch.arange(B)[:, None] != 5, torch.nan)
 HAS_CLASS = CLASSES != -100
+AS_THEY_ARE = {"center": 0.0, "scale": 1.0}  # targets
 
 
 def outputs() -> Tensor:
@@ -109,10 +110,10 @@ CASES: dict[str, tuple[Loss, Tensor, Callable[[Tensor, Tensor], Tensor]]] = {
     "labels, some unknown": (BCE(), with_gaps(LABELS), of_known(F.binary_cross_entropy_with_logits)),
     "weighted labels": (BCE(pos_weight=WEIGHTS), LABELS, weighted_labels),
     "one class against all others": (BCE(), CLASSES, one_hot),
-    "squared": (MSE(), VALUES, F.mse_loss),
-    "squared, some unknown": (MSE(), with_gaps(VALUES), of_known(F.mse_loss)),
-    "absolute": (MAE(), with_gaps(VALUES), of_known(F.l1_loss)),
-    "Huber": (Huber(delta=0.7), with_gaps(VALUES), of_known(F.huber_loss, delta=0.7)),
+    "squared": (MSE(**AS_THEY_ARE), VALUES, F.mse_loss),
+    "squared, some unknown": (MSE(**AS_THEY_ARE), with_gaps(VALUES), of_known(F.mse_loss)),
+    "absolute": (MAE(**AS_THEY_ARE), with_gaps(VALUES), of_known(F.l1_loss)),
+    "Huber": (Huber(delta=0.7, **AS_THEY_ARE), with_gaps(VALUES), of_known(F.huber_loss, delta=0.7)),
 }
 
 
@@ -161,9 +162,9 @@ def test_outputs_in_bfloat16_are_summed_in_float32(name: str) -> None:
 def test_one_output_is_compared_with_one_number_and_not_with_all_of_the_batch() -> None:
     targets = torch.arange(4.0)  # [B]
     predicted = targets[:, None] + 1  # [B, 1]
-    assert MSE()(predicted, {"targets": targets})[0].sum == 4.0
+    assert MSE(**AS_THEY_ARE)(predicted, {"targets": targets})[0].sum == 4.0
     with pytest.raises(ValueError, match=r"outputs \[4, 3\] and targets \[4\]: a loss of numbers needs"):
-        MSE()(torch.zeros(4, 3), {"targets": targets})
+        MSE(**AS_THEY_ARE)(torch.zeros(4, 3), {"targets": targets})
 
 
 def test_numbers_far_from_0_are_learned_centered_and_scaled_and_measured_in_their_own_unit() -> None:
@@ -187,7 +188,7 @@ def test_padding_columns_of_the_outputs_are_in_no_loss() -> None:
 
 
 def test_counts_that_do_not_vary_are_known_without_reading_samples() -> None:
-    assert CrossEntropy().counts_of_sample(16) == MSE().counts_of_sample(16) == {"num_targets": 16}
+    assert CrossEntropy().counts_of_sample(16) == MSE(**AS_THEY_ARE).counts_of_sample(16) == {"num_targets": 16}
     assert CrossEntropy().counts_of_sample(None) is None
     assert CrossEntropy(class_weights=WEIGHTS).counts_of_sample(16) is None, "the weights of the targets vary"
 
@@ -195,7 +196,7 @@ def test_counts_that_do_not_vary_are_known_without_reading_samples() -> None:
 def test_a_batch_without_targets_has_loss_and_gradient_zero() -> None:
     for loss, targets in (
         (CrossEntropy(class_weights=WEIGHTS), torch.full((B,), -100)),
-        (MSE(), torch.full((B, V), torch.nan, dtype=torch.float64)),
+        (MSE(**AS_THEY_ARE), torch.full((B, V), torch.nan, dtype=torch.float64)),
     ):
         found = outputs()
         counts = sum_counts([loss.counts({"targets": targets})], lambda value: value)

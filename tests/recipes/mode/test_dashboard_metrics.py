@@ -8,6 +8,7 @@ import yaml
 from support import ROOT
 
 from callbacks.generation_eval import GenerationEval
+from recipes.loss.nt_xent import NTXent
 from recipes.loss.policy import GRPO
 from recipes.loss.ppo import PPO
 from recipes.reward import TOTAL
@@ -50,6 +51,7 @@ def validated_names() -> set[str]:
     generated = {*GenerationEval.validation_metrics, TOTAL, f"{TOTAL}/*"}  # of answers, whatever the validation
     of_splits = {f"val/{place}{name}" for name in names for place in ("", "*/")}  # of the split, and of further data
     of_tasks = {f"train/{name}" for name in Distillation.training_measures}
+    of_tasks |= {f"{split}/{name}" for name in NTXent.measures for split in ("train", "val")}
     of_tasks |= {name for loss in (GRPO, PPO) for name in loss.measures}  # which have a prefix of their own
     return of_splits | of_tasks | {f"val/{name}" for name in generated}
 

@@ -246,6 +246,6 @@ def test_the_images_of_a_count_leave_the_random_numbers_of_the_run_alone() -> No
 
 def _timm(name: str, **settings: float) -> TimmModel:
     pytest.importorskip("timm")
-    chosen = {"drop_path": 0.0, "dropout": 0.0} | settings
+    chosen = {"drop_path": 0.0, "dropout": 0.0, "norm": "batch", "arguments": {}} | settings
     with torch.device("meta"):
         return TimmModel(name=name, num_classes=1000, in_channels=3, image_size=None, pretrained=None, **chosen)

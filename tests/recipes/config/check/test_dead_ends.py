@@ -255,8 +255,9 @@ ALONE = {
         " type the same command without callbacks.loss_spike=null"
     ),
     "callbacks=none": (
-        "callbacks=none: the options are bottleneck classification completions conversations default early_stop"
-        " generation_eval grad_norm hang loss_scale loss_spike memory optimizer_state policy preferences progress"
+        "callbacks=none: the options are bottleneck class_report classes classification completions conversations"
+        " default early_stop generation_eval grad_norm hang loss_scale loss_spike memory optimizer_state policy"
+        " preferences progress"
         " report sample_text step_profiler stop_at_nan throughput; type callbacks=[]"
     ),
     "'model=glob(gpt2*)'": (

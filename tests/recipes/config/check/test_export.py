@@ -13,8 +13,8 @@ WRONG = {
         "mode.dtype=float8: it takes float32 or bfloat16 or float16 or null; type mode.dtype=float32"
     ],
     "mode.format=gguf": [
-        "mode.format=gguf: it takes auto or transformers or safetensors or onnx; type mode.format=<auto or"
-        " transformers or safetensors or onnx>"
+        "mode.format=gguf: it takes auto or transformers or timm or safetensors or onnx; type mode.format=<auto or"
+        " transformers or timm or safetensors or onnx>"
     ],
     "mode.format=onnx mode.dtype=bfloat16": [
         "mode.format=onnx mode.dtype=bfloat16: a graph is compared with the model in float32, and onnxruntime converts"
