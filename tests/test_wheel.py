@@ -17,6 +17,8 @@ STRANGER = """
 import sys
 
 import lightning_recipes.recipes  # before Lightning, for the torchvision of the tests, as in conftest.py
+for name in [name for name in sys.modules if "recipes" in name.split(".")]:
+    del sys.modules[name]  # and nothing else of the recipes from here on
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
