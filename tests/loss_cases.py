@@ -117,6 +117,8 @@ def is_even(targets: Tensor) -> Tensor:
 class MaskedNumbers(MaskedImages):
     """Random images with 5 labels, probabilities or values each, of which an uneven part is unknown."""
 
+    target_kind: ClassVar[str] = "{targets}"  # floats of classes would be probabilities of mixed images
+
     def __init__(self, *, num_samples: int, targets: str) -> None:
         super().__init__(num_samples=num_samples)
         self.fingerprint = targets
