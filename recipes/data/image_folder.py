@@ -8,11 +8,9 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
-from recipes.data.dataset import seeded_generators
-from recipes.data.draws import rng_at
-from recipes.data.image_transform import ImageTransform
-from recipes.errors import ConfigError, type_extra
-from recipes.tokenizer import Tokenizer
+from recipes.data.image_file import SUFFIXES, read_file
+from recipes.data.images import ImageSource, ImageSplit, Names, list_names
+from recipes.errors import ConfigError
 
 _SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test",)}
 
@@ -86,113 +84,9 @@ class Files:
             fix = "the same command when it can be read, or the data without it"
             raise ConfigError(str(path), f"it cannot be read: {error.strerror}", fix) from error
 
-
-class Images(Dataset[dict[str, Tensor]]):
-    """Images by index, as a validation sees them, and as random samples.
-
-    Args:
-        files: Files and classes.
-        transform: What is made of an image.
-        skips: Whether the next file stands in the place of one that cannot be decoded.
-    """
-
-    targets_per_sample: int | None = 1
-    tokens_per_sample: int = 0
-
-    def __init__(self, files: _Files, transform: ImageTransform, *, skips: bool) -> None:
-        self._files = files
-        self._transform = transform
-        self._skips = skips
-        self._bad: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return the sample of a validation: inputs [C, S, S] float, targets [] int64; views are always the same."""
-        if self._transform.views > 1:
-            return self.sample(index, rng_at(0, index))
-        image, label = self._read(index)
-        return {"inputs": self._transform(image), "targets": label}
-
-    def sample(self, index: int, rng: Generator) -> dict[str, Tensor]:
-        """Return the sample as it is drawn: inputs [C, S, S] or [views, C, S, S] float, targets [] int64."""
-        image, label = self._read(index)
-        with seeded_generators(rng):
-            views = [self._transform.draw(image) for _ in range(self._transform.views)]
-        return {"inputs": views[0] if len(views) == 1 else torch.stack(views), "targets": label}
-
-    def _read(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return an image [C, H, W] uint8 and its class, [] int64.
-
-        Raises:
-            ConfigError: The file cannot be decoded.
-        """
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"image {index} of {len(self)}")
-        for place in range(min(_MOST_TRIES, len(self))):
-            number = (index + place) % len(self)
-            path = self._files.root / self._files.paths[number]
-            try:
-                return decode(path, self._transform.num_channels), torch.tensor(self._files.labels[number])
-            except (OSError, ValueError, SyntaxError) as error:  # Pillow raises SyntaxError for a broken PNG
-                if not self._skips:
-                    reason = f"it is no image that can be read: {error}"
-                    raise ConfigError(str(path), reason, "data.on_bad_image=skip, or move the file away") from error
-                if number not in self._bad:
-                    self._bad.add(number)
-                    LOGGER.warning("%s is skipped, the next image stands in its place: %s", path, error)
-        reason = f"none of {_MOST_TRIES} files in a row is an image that can be read"
-        raise ConfigError("data.on_bad_image=skip", reason, "data.on_bad_image=error, which names the first of them")
-
-
-def decode(path: Path, num_channels: int) -> Tensor:
-    """Return the image of a file, turned as its EXIF tag says, [C, H, W] uint8.
-
-    Gray, palette, transparent (over white), CMYK and 16-bit images become 8 bits of gray or RGB.
-
-    Args:
-        path: The file.
-        num_channels: C, 1 or 3.
-
-    Raises:
-        OSError: It is truncated, or of no format that Pillow reads.
-        ValueError: It has too many pixels.
-    """
-    image_module, operations = _import_pillow()
-    with warnings.catch_warnings(), path.open("rb") as file:
-        warnings.simplefilter("ignore")  # of a size below the limit, and of metadata that is damaged
-        with image_module.open(file) as image:
-            width, height = image.size
-            if width * height > _MOST_PIXELS:
-                raise ValueError(f"{width} x {height} pixels are more than {_MOST_PIXELS:,}")
-            turned = operations.exif_transpose(image)
-            pixels = np.array(_to_mode(turned, "L" if num_channels == 1 else "RGB", image_module))  # [H, W(, 3)]
-    planes = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
-    return torch.from_numpy(np.ascontiguousarray(planes))  # [C, H, W] uint8
-
-
-def _to_mode(image: Any, mode: str, image_module: Any) -> Any:
-    """Return an image of another mode, with the whole range of 16 bits in 8."""
-    if image.mode in ("I;16", "I;16B", "I;16L", "I", "F"):
-        values = np.asarray(image).astype(np.float64)  # [H, W]
-        largest = 65535.0 if image.mode != "F" else 1.0
-        image = image_module.fromarray((values.clip(0, largest) * (255.0 / largest)).round().astype(np.uint8), mode="L")
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        white = image_module.new("RGBA", image.size, (255, 255, 255, 255))
-        image = image_module.alpha_composite(white, image)
-    return image.convert(mode)
-
-
-def _import_pillow() -> tuple[Any, Any]:
-    try:
-        from PIL import Image, ImageOps
-    except ImportError as error:
-        raise ConfigError(
-            "data=image_folder", "it needs Pillow, which is not installed", type_extra("vision")
-        ) from error
-    return Image, ImageOps
+    def name(self, number: int) -> str:
+        """Return the path of a file."""
+        return str(self.root / self.paths[number])
 
 
 def _get_folder(path: str, setting: str) -> Path:

@@ -19,11 +19,11 @@ from typing_extensions import override
 
 from recipes.cache import build_once, open_cache_dir
 from recipes.data.image_file import MAX_BYTES, SUFFIXES, BadImageError
-from recipes.data.image_transform import ImageTransform
 from recipes.data.images import ImageSource, ImageSplit, Names, OnBadImage
 from recipes.data.targets import TargetColumns, TargetKind
 from recipes.data.token_shards.storage import Storage
 from recipes.errors import ConfigError
+from recipes.transform.images import ImageTransform
 
 _LIST = "images.jsonl"
 _VERSION = "1"  # of that file

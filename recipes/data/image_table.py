@@ -18,11 +18,11 @@ from typing_extensions import override
 
 from recipes.cache import build_once, open_cache_dir
 from recipes.data.image_file import BadImageError, read_file
-from recipes.data.image_transform import ImageTransform
 from recipes.data.images import ImageSource, ImageSplit, Names, OnBadImage
 from recipes.data.read_rows import HUB, Row, check_split, name_type, open_rows
 from recipes.data.targets import TargetColumns, TargetKind
 from recipes.errors import ConfigError
+from recipes.transform.images import ImageTransform
 
 _LIST, _BYTES = "rows.jsonl", "images.bin"
 _VERSION = "1"  # of both files

@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipes.data.dataset import seeded_generators
+from recipes.data.draws import rng_at
 from recipes.data.image_file import BadImageError, decode, import_pillow
-from recipes.data.image_transform import ImageTransform
 from recipes.errors import ConfigError
 from recipes.files import count
 from recipes.tokenizer import Tokenizer
+from recipes.transform.images import ImageTransform
 
 LOGGER = logging.getLogger("lightning_recipes")
 _MAX_TRIES = 100  # images that cannot be decoded, one after the other
@@ -208,7 +209,8 @@ class ImageSource:
             of_each = Counter(targets.tolist()).values()
             balance = f"{min(of_each):,}" if min(of_each) == max(of_each) else f"{min(of_each):,} to {max(of_each):,}"
             what = f"{len(names)} classes of {balance} in training"
-        return f"{counts}; {what}; it draws {self.transform.describe()}"
+        drawn = f"{counts}; {what}; it draws {self.transform.describe()}"
+        return "; ".join(filter(None, (drawn, self.transform.describe_origin())))
 
     def train(self) -> "Images":
         """Return the training samples."""
@@ -262,21 +264,33 @@ class Images(Dataset[dict[str, Tensor]]):
         # shared with the loader processes, which find them
         self._is_bad = torch.zeros(len(split), dtype=torch.bool).share_memory_() if skips else None  # [N]
         self.targets_per_sample: int | None = 1 if split.targets.ndim == 1 else split.targets.shape[1]
+        if not transform.mixing.is_on:
+            self.mix_pair = None  # type: ignore[assignment, method-assign]
 
     def __len__(self) -> int:
         return len(self._split)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return the sample of a validation: inputs [C, S, S] float, targets [] int64 or [V] float."""
+        """Return the sample of a validation, as `sample`; views are drawn, and always the same."""
+        if self._transform.views > 1:
+            return self.sample(index, rng_at(0, index))
         image, targets = self._read(index)
         return {"inputs": self._transform(image).contiguous(), "targets": targets}
 
     def sample(self, index: int, rng: Generator) -> dict[str, Tensor]:
-        """Return the sample as it is drawn: inputs [C, S, S] float, targets [] int64 or [V] float."""
+        """Return the sample as it is drawn: inputs [C, S, S], or [views, C, S, S]; targets [] int64 or [V] float."""
         image, targets = self._read(index)
         with seeded_generators(rng):
             # stacking would keep other strides in this process, and not in loader processes, and they change sums
-            return {"inputs": self._transform.draw(image).contiguous(), "targets": targets}
+            views = [self._transform.draw(image).contiguous() for _ in range(self._transform.views)]
+        return {"inputs": views[0] if len(views) == 1 else torch.stack(views), "targets": targets}
+
+    def mix_pair(
+        self, first: dict[str, Tensor], second: dict[str, Tensor], rng: Generator, position: int
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return two neighbours of the stream, mixed with each other: inputs [C, S, S], targets [V] float."""
+        epoch, num_classes = position / len(self), len(self._split.class_names or ())
+        return self._transform.mix_pair(first, second, rng, epoch=epoch, num_classes=num_classes)
 
     @property
     def num_values(self) -> int:

@@ -6,16 +6,13 @@ Shapes: N images, S x S pixels.
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_lowercase
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
-from numpy.random import Generator
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.utils.data import Dataset
 
-from recipes.data.dataset import seeded_generators
+from recipes.data.images import Images, ImageSplit
 from recipes.data.order import mix64
 from recipes.errors import ConfigError, type_extra
 from recipes.tokenizer import Tokenizer
@@ -114,41 +111,30 @@ class Letters:
         held_out = f"{len(self._validation)} validation images of {len(_VALIDATION)} other fonts"
         return f"{counts}, {held_out}; it draws {self.transform.describe()}"
 
-    def train(self) -> "LetterImages":
+    def train(self) -> Images:
         """Return the letters of the training fonts."""
         return self._images(self._training, shuffles=self.shuffle_labels)
 
-    def val(self) -> "LetterImages":
+    def val(self) -> Images:
         """Return the letters of the other fonts."""
         return self._images(self._validation, shuffles=False)
 
-    def _images(self, images: NDArray[np.uint8], *, shuffles: bool) -> "LetterImages":
+    def _images(self, images: NDArray[np.uint8], *, shuffles: bool) -> Images:
         labels = np.arange(len(images), dtype=np.int64) % self.num_classes  # [N]
         if shuffles:
             labels = (mix64(np.arange(len(images), dtype=np.uint64)) % np.uint64(self.num_classes)).astype(np.int64)
-        return LetterImages(torch.from_numpy(images)[:, None], torch.from_numpy(labels), self.transform)
+        split = ImageSplit.whole(_Drawn(images), torch.from_numpy(labels), [*self.class_names])
+        return Images(split, self.transform, skips=False)
 
 
-class LetterImages(Dataset[dict[str, Tensor]]):
-    """Drawn letters, as a validation sees them, and as random samples.
+class _Drawn:
+    """Letters [N, S, S] as encoded images, which are read as those of files are."""
 
-    Args:
-        images: [N, 1, S, S] uint8.
-        labels: [N] int64.
-        transform: What is made of an image.
-    """
-
-    targets_per_sample: int | None = 1
-    tokens_per_sample: int = 0
-
-    def __init__(self, images: Tensor, labels: Tensor, transform: ImageTransform) -> None:
+    def __init__(self, images: NDArray[np.uint8]) -> None:
         self._images = images
-        self._labels = labels
-        self._transform = transform
 
     def __len__(self) -> int:
-        """Return the number of images, N."""
-        return len(self._labels)
+        return len(self._images)
 
     def read(self, number: int) -> bytes:
         """Return an image as a PGM file."""
@@ -156,7 +142,6 @@ class LetterImages(Dataset[dict[str, Tensor]]):
         pixels: bytes = self._images[number].tobytes()
         return b"P5 %d %d 255\n" % (width, height) + pixels
 
-    def sample(self, index: int, rng: Generator) -> dict[str, Any]:
-        """Return the sample as it is drawn: inputs [1, size, size] float, targets [] int64."""
-        with seeded_generators(rng):
-            return {"inputs": self._transform.draw(self._images[index]), "targets": self._labels[index]}
+    def name(self, number: int) -> str:
+        """Return a name for errors and the log."""
+        return f"letter {number}"

@@ -142,6 +142,7 @@ def _evaluate_split(run: Run, split: Split, weights: Compared, answers: Callback
         results[kind] = {name.removeprefix("val/"): value for metrics in by_loader for name, value in metrics.items()}
         shown = f"{checkpoint}{f', {kind} weights,' if len(kinds) > 1 else ''} on {part}"
         LOGGER.info(f"{shown}: {_list_metrics(results[kind])}")
+    run.data.log_skipped()
     record = {
         "checkpoint": str(checkpoint),
         "data": run.data.source.fingerprint,

@@ -17,7 +17,7 @@ from recipes.loss import Term
 from recipes.loss.nt_xent import COMPARED, GRADIENT, UNIFORMITY, NTXent, find_uniformity
 from recipes.model.flops import Flops
 from recipes.task.base import Batch, TrainingTask
-from recipes.task.supervised import to_channels_last
+from recipes.task.supervised import arrange
 
 _RANDOM, _RANDOM_OF_DEVICE = "random_state", "random_state_of_device"  # keys of a compared batch
 
@@ -34,6 +34,7 @@ class Contrastive(TrainingTask):
     Args:
         hidden_size: Hidden units of the projection.
         projection_size: Numbers that it returns, F.
+        channels_last: As of `Supervised`.
         **settings: Arguments of `TrainingTask`.
 
     Attributes:
@@ -57,6 +58,7 @@ class Contrastive(TrainingTask):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)  # the model is made with these sizes, see `attaches`
+        self._channels_last = channels_last
         self._found: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of the validation that runs, by its set
         self._losses_of_split: Iterator[float] = iter(())
 
@@ -64,7 +66,7 @@ class Contrastive(TrainingTask):
     def outputs(self, batch: Batch) -> Tensor:
         views = batch["inputs"].flatten(0, 1)  # [2 B, C, H, W]
         with _drawing_again(batch):
-            projected: Tensor = self.model(to_channels_last(views))  # [2 B, F], compute dtype
+            projected: Tensor = self.model(arrange(views, self._channels_last))  # [2 B, F], compute dtype
         return projected.view(-1, self.num_views, projected.shape[-1])
 
     @override

@@ -41,11 +41,20 @@ class Supervised(TrainingTask):
 
     @override
     def outputs(self, batch: Batch) -> Any:
-        inputs = batch["inputs"]
-        is_last = inputs.is_cuda if self._channels_last is None else self._channels_last
-        if is_last and inputs.ndim == 4:
-            inputs = inputs.contiguous(memory_format=torch.channels_last)  # [B, C, H, W]
-        return self.model(inputs)  # [B, V], compute dtype
+        return self.model(arrange(batch["inputs"], self._channels_last))  # [B, V], compute dtype
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor] | None:
+        """Return the class, the prediction and the loss of each sample, [B], for callbacks; None without classes."""
+        outputs = self._validate(batch, dataloader_idx)
+        if self.loss.predicted != "classes" or outputs.ndim != 2:
+            return None
+        target, known = batch["targets"], self.loss.has_loss(batch["targets"])
+        if target.is_floating_point():  # probabilities [B, V]
+            target, known = target.argmax(dim=-1), known.all(dim=-1)
+        predicted = self._without_padding(outputs).argmax(dim=-1)
+        losses = self.loss.per_sample(outputs, batch)
+        return {"predicted": predicted, "target": target.masked_fill(~known, IGNORE_INDEX), "loss": losses}
 
     @override
     def predictions(self, batch: Batch) -> dict[str, Tensor]:
@@ -169,3 +178,9 @@ def _check_forward(model: nn.Module) -> None:
 
 def _get_path(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def arrange(inputs: Tensor, channels_last: bool | None) -> Tensor:
+    """Return images [B, C, H, W] with channels last in memory, or as they are; None: last on a GPU, which is faster."""
+    is_last = inputs.is_cuda if channels_last is None else channels_last
+    return inputs.contiguous(memory_format=torch.channels_last) if is_last and inputs.ndim == 4 else inputs

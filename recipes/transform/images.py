@@ -20,7 +20,7 @@ from recipes.errors import ConfigError, type_extra
 from recipes.torchvision_import import repair
 from recipes.transform.mixing import Mixing
 
-Policy = Literal["none", "randaugment", "trivialaugment", "three_augment"]
+Policy = Literal["none", "randaugment", "trivialaugment", "three_augment", "simclr"]
 Crop = Literal["resized", "padded", "none", "own"]
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
 Sample = dict[str, Tensor]
@@ -97,8 +97,9 @@ class ImageTransform:
         padding: Pixels of the border of a `padded` crop.
         flip: Probability of the mirror image.
         policy: Random operations on colors and shape after that: RandAugment (Cubuk et al. 2019, arXiv:1909.13719),
-            TrivialAugment (Müller and Hutter 2021, arXiv:2103.10158), or one of gray, solarization and blur (3-Augment,
-            Touvron et al. 2022, arXiv:2204.07118).
+            TrivialAugment (Müller and Hutter 2021, arXiv:2103.10158), one of gray, solarization and blur (3-Augment,
+            Touvron et al. 2022, arXiv:2204.07118), or the changes of color, gray and blur of SimCLR (Chen et al. 2020,
+            arXiv:2002.05709), each for a part of the images.
         num_operations: Operations of RandAugment per image.
         magnitude: Their strength, of 0 to 30.
         color_jitter: Largest relative change of brightness, contrast and saturation.
@@ -115,6 +116,7 @@ class ImageTransform:
         mix_probability: As `Mixing`.
         mix_switch: As `Mixing`.
         mix_epochs: As `Mixing`.
+        views: Random samples of each image; with 2 or more, a sample is [views, C, S, S], in validation, too.
 
     Raises:
         ConfigError: A setting is out of range, torchvision is not installed, or a transform in `extra` returns another
@@ -147,6 +149,7 @@ class ImageTransform:
     mix_probability: Annotated[float, ">= 0, <= 1"]
     mix_switch: Annotated[float, ">= 0, <= 1"]
     mix_epochs: Annotated[float, ">= 0"] | None
+    views: Annotated[int, ">= 1"]
 
     def __post_init__(self) -> None:
         self.pixels, self._origin = self._choose_pixels()
@@ -281,11 +284,19 @@ class ImageTransform:
             blurred = v2.GaussianBlur(_odd(size / 10), sigma=(0.1, 2.0))
             gray = v2.Grayscale(num_output_channels=self.num_channels)
             steps.append(v2.RandomChoice([gray, v2.RandomSolarize(threshold=1 << (_BITS - 1), p=1.0), blurred]))
-        if self.color_jitter:
+        elif self.policy == "simclr":
+            steps += self._make_simclr(v2)
+        if self.color_jitter and self.policy != "simclr":
             steps.append(v2.ColorJitter(*[self.color_jitter] * 3))
         value = "random" if self.erase_with == "noise" else 0.0
         erased = [v2.RandomErasing(self.erase, value=value)] if self.erase else []
         return v2.Compose([*steps, *self.extra.values(), *self._to_numbers(v2), *erased])
+
+    def _make_simclr(self, v2: Any) -> list[Any]:
+        """Return the operations of SimCLR's appendix A, whose strength s is `color_jitter` over 0.8."""
+        jitter = v2.ColorJitter(*[self.color_jitter] * 3, hue=self.color_jitter / 4)
+        blur = v2.GaussianBlur(_odd(self.pixels.size / 10), sigma=(0.1, 2.0))
+        return [v2.RandomApply([jitter], p=0.8), v2.RandomGrayscale(p=0.2), v2.RandomApply([blur], p=0.5)]
 
     def _make_validation(self) -> Any:
         v2, size = import_transforms(), self.pixels.eval_size

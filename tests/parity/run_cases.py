@@ -22,10 +22,12 @@ import torch
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
-import recipes  # noqa: E402, F401, I001 - before Lightning, as in conftest.py
+from recipes.build import build  # noqa: E402  # isort: skip  # before Lightning, as in conftest.py
+
 from held_bytes import HeldBytes  # noqa: E402
 from support import COMPOSED, OverflowAt, composed_config, read_metrics, resolved  # noqa: E402
 
+from recipes.checkpoint.saved_tensor import open_tensors  # noqa: E402
 from recipes.model.init import unsharded_shape  # noqa: E402
 from recipes.strategy.deepspeed import strategy  # noqa: E402
 from recipes.strategy.deepspeed.partition import gather_in_compute_dtype  # noqa: E402

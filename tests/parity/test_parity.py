@@ -84,7 +84,7 @@ TIMM = ("vit", "convnext", "sync resnet")
 OTHER_MODELS = {
     f"{model}, {name}": _cases([name], model=model, world_size=2, splits=[1])[f"{name} x1"]
     for model in MODELS
-    if model not in ("gpt2", "experts", "plain images", "drawn images", *TIMM)  # experts: test_moe.py
+    if model not in ("gpt2", "experts", "plain images", "drawn images", "mixed images", *TIMM)  # experts: test_moe.py
     for name in ONE_OF_EACH
 }
 SGD = {
@@ -126,8 +126,8 @@ OTHER_SHORT = {
     name: (OTHER_MODELS | OF_TIMM)[name]
     for name in (
         *("llama, fsdp", "two towers, fsdp", "resnet18, ddp", "sgd, ZeRO-3, offload"),
-        *("drawn images, fsdp x2", "vit, fsdp x4", "convnext, ZeRO-3 x2", "sync resnet, fsdp x1"),
-        "sync resnet, ZeRO-2 x1",
+        *("drawn images, fsdp x2", "mixed images, ddp x4", "vit, fsdp x4", "convnext, ZeRO-3 x2"),
+        *("sync resnet, fsdp x1", "sync resnet, ZeRO-2 x1"),
     )
 }
 for _model in TIMM:

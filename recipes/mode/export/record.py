@@ -17,7 +17,6 @@ from torch.utils.data import default_collate
 from recipes.build import Run
 from recipes.config.check.origin import check_origin
 from recipes.config.instantiate import PARTIAL, TARGET, make
-from recipes.data.image_transform import ImageTransform
 from recipes.errors import ConfigError, ConfigErrors
 from recipes.foreign_file import reading
 from recipes.model.huggingface import HuggingFace
@@ -26,6 +25,7 @@ from recipes.model.weights import any_module, await_checkpoint, load_published
 from recipes.run_folder import EXPORT_RECORD, read_json
 from recipes.runtime.console import LOGGER
 from recipes.tokenizer import TOKENIZER_FILE, Tokenizer, read_folder
+from recipes.transform.images import ImageTransform
 
 NUM_EXAMPLES = 3  # samples in the example, one more than a traced batch has
 _NUM_TOKENS = 8  # in a row of the example
@@ -107,7 +107,7 @@ def describe_inputs(run: Run, model: Any, example: Tensor | None) -> dict[str, A
     transform = getattr(run.data.source, "transform", None)
     if isinstance(transform, ImageTransform):
         return described | {"transform": transform.describe_eval()}
-    return described if transform is None else described | {"transform": transform}
+    return described if transform is None else described | {"transform": str(transform)}
 
 
 def describe_preprocessing(run: Run, model: Any) -> dict[str, Any]:
@@ -115,6 +115,7 @@ def describe_preprocessing(run: Run, model: Any) -> dict[str, Any]:
     transform = getattr(run.data.source, "transform", None)
     if not isinstance(transform, ImageTransform):
         return {}
+    pixels = transform.pixels
     return {
         "input_size": (model.in_channels, pixels.eval_size, pixels.eval_size),
         "interpolation": pixels.interpolation,

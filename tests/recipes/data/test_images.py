@@ -16,7 +16,6 @@ from recipes.data.draws import DrawnSamples, rng_at
 from recipes.data.image_folder import ImageFolder
 from recipes.data.image_shards import ImageShards
 from recipes.data.image_table import ImageTable
-from recipes.data.image_transform import ImageTransform
 from recipes.data.images import Names
 from recipes.errors import ConfigError
 

@@ -27,9 +27,12 @@ def test_six_fonts_train_and_nine_others_validate_each_with_26_letters(letters):
 
 
 def test_no_image_of_validation_is_one_of_training(letters):
-    seen = {image.numpy().tobytes() for image in letters.train()._images}
-    assert len(seen) > 150, "fonts differ from each other"
-    assert seen.isdisjoint(image.numpy().tobytes() for image in letters.val()._images)
+    train, val = (
+        [split[index]["inputs"].numpy().tobytes() for index in range(len(split))]
+        for split in (letters.train(), letters.val())
+    )
+    assert len(set(train)) > 150, "fonts differ from each other"
+    assert set(train).isdisjoint(val)
 
 
 def test_a_sample_is_drawn_of_seed_and_position_alone(letters):
