@@ -172,6 +172,7 @@ def make_timm(name: str, settings: Mapping[str, Any], **weights: Any) -> nn.Modu
 
     Raises:
         ConfigError: timm has no such model, or the model does not take an argument.
+        RuntimeError: The weights do not fit the model.
     """
     timm = import_timm()
     if not timm.is_model(name):
@@ -183,6 +184,8 @@ def make_timm(name: str, settings: Mapping[str, Any], **weights: Any) -> nn.Modu
     try:
         made: nn.Module = timm.create_model(name, **settings, **weights)
     except (TypeError, AssertionError, RuntimeError, ValueError) as error:
+        if weights and isinstance(error, RuntimeError):
+            raise  # the weights do not fit: the reader of them says what is wrong
         shown = ", ".join(f"{key}={value}" for key, value in settings.items())
         reason = f"timm does not construct it with {shown}: {error}"
         fix = "model.image_size=null, or without the argument of model.arguments that it does not take"
