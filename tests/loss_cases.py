@@ -136,6 +136,13 @@ class MaskedNumbers(MaskedImages):
         return {"inputs": self.images[index], "targets": self.numbers[index]}
 
 
+class UndeclaredLabels(MaskedImages):
+    """Random images with three labels each, of a source that does not say so."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"inputs": self.images[index], "targets": (self.images[index].flatten()[:3] > 0).float()}
+
+
 class TwoViews(MaskedImages):
     """Random images beside themselves with noise, every third of which is not compared."""
 

@@ -1,6 +1,7 @@
 """Report what slows a run down; costs a few clock readings per micro-batch and one all-gather per logged step."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -154,7 +155,7 @@ class BottleneckMonitor(Callback):
 
     Args:
         advice: Remedy to append to the report of each kind of bottleneck: `data`, `slow_rank`, `sync`, `small_batch`,
-            `slower`. None appends nothing.
+            `slower`; `{cores}` in it stands for the cores of this process. None appends nothing.
 
     Raises:
         ValueError: `advice` contains an unknown kind.
@@ -264,7 +265,7 @@ class BottleneckMonitor(Callback):
         self._reported.add(bottleneck.kind)
         text = bottleneck.message
         if bottleneck.kind in self._advice:
-            text += f"; {self._advice[bottleneck.kind]}"
+            text += f"; {self._advice[bottleneck.kind]}".replace("{cores}", str(_num_cores()))
         step = trainer.global_step
         log_event(trainer, f"Step {step}: {text}", "diagnosis", step, kind=bottleneck.kind, text=text)
 
@@ -358,3 +359,8 @@ def _seconds_between(start: Instant, end: Instant) -> float:
         return float(start.elapsed_time(end)) / 1e3
     assert isinstance(end, float), "one device gives one kind of instant"
     return end - start
+
+
+def _num_cores() -> int:
+    """Return the cores that this process may use, in a container or task fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -24,6 +24,7 @@ from recipes.loss import logged_by_count
 from recipes.numerics.collectives import gather_objects
 from recipes.preflight.data import digest
 from recipes.preflight.result import Result, judge
+from recipes.runtime.world import num_cores
 from recipes.trial.steps import LossRecorder, sized, take_steps
 
 # relative differences explained by rounding: order of summation, products with 4, 8 and 11 bits; emulated float8
@@ -186,7 +187,7 @@ def check_loader(seconds: float, *, step_seconds: float, num_workers: int | None
     if math.isnan(step_seconds):
         return Result(check=name, status="skip", found=found)
     passes = seconds <= 0.5 * step_seconds or (seconds <= step_seconds and num_workers != 0)
-    remedy = "more loader processes, loader.num_workers=8, or data that needs less work per sample"
+    remedy = f"more loader processes, loader.num_workers={num_cores()}, or data that needs less work per sample"
     return judge(name, found, passes=passes, fails=seconds > 4 * step_seconds, remedy=remedy)
 
 

@@ -80,8 +80,8 @@ class Supervised(TrainingTask):
         """Try the loss of some samples on the host: a GPU would report a class that is out of range as a lost device.
 
         Raises:
-            ConfigError: The model takes other inputs, or returns another number of outputs than the targets have; or
-                the metrics cannot read them.
+            ConfigError: The targets are not of the kind that the data says; the model takes other inputs, or returns
+                another number of outputs than the targets have; or the metrics cannot read them.
         """
         super().on_fit_start()
         data = get_data(self.trainer)
@@ -91,6 +91,7 @@ class Supervised(TrainingTask):
         number = min(_NUM_TRIED, len(dataset))
         collate = getattr(data.source, "collate", None) or default_collate
         batch = collate([dataset[place * len(dataset) // number] for place in range(number)])
+        self._check_kind(data.source, batch["targets"])
         inputs = batch["inputs"]
         channels = getattr(model, "in_channels", None)
         if channels is not None and inputs.ndim == 4 and inputs.shape[1] != channels:
@@ -109,6 +110,18 @@ class Supervised(TrainingTask):
             made_up = torch.zeros(outputs.shape)
             self._try_loss(made_up, batch, model)
             self.val_metrics.try_outputs(self._without_padding(made_up), batch)
+
+    def _check_kind(self, source: Any, targets: Tensor) -> None:
+        """Check the targets of a source that has classes, as one has that says nothing: here nothing is mixed yet.
+
+        Raises:
+            ConfigError: They are labels, which the loss would read as probabilities of classes.
+        """
+        reads_labels = "labels" in self.loss.target_kinds and self.loss.target_kind == "classes"
+        if reads_labels and targets.is_floating_point():
+            reason = f"its targets are {[*targets.shape[1:]]} numbers per sample, and classes are whole numbers"
+            fix = 'target_kind = "labels" in that class'
+            raise ConfigError(f"data._target_={_get_path(source)}", reason, fix)
 
     def _explain_sizes(self, model: nn.Module, inputs: Tensor, said: str) -> ConfigError:
         """Return the error of a model that takes other inputs, with the setting by which it takes these.

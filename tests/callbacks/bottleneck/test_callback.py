@@ -75,15 +75,18 @@ def test_the_typical_row_is_the_median_not_an_outlier() -> None:
     assert median_sample(rows[:-1]) is None
 
 
-def test_a_run_that_waits_for_data_logs_it_once_with_advice(plain_module, make_trainer, clock, caplog) -> None:
-    monitor = BottleneckMonitor(advice={"data": "loader.num_workers=8"})
+def test_a_run_that_waits_for_data_logs_it_once_with_advice(
+    plain_module, make_trainer, clock, caplog, monkeypatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 5})
+    monitor = BottleneckMonitor(advice={"data": "loader.num_workers={cores}"})
     monitor.clock = clock
     callbacks = [monitor_at(clock), monitor]
     trainer = make_trainer(callbacks=callbacks, max_epochs=4, log_every_n_steps=2)
     # a fetch of 0.25 s before each step of 0.75 s
     trainer.fit(timed(plain_module, clock))
     lines = [r.getMessage() for r in caplog.records if "waiting for data" in r.getMessage()]
-    assert lines == ["Step 10: 25% of each step is spent waiting for data; loader.num_workers=8"]
+    assert lines == ["Step 10: 25% of each step is spent waiting for data; loader.num_workers=3"]
 
 
 def test_without_a_speed_monitor_nothing_is_logged(plain_module, make_trainer, clock, caplog) -> None:

@@ -61,6 +61,19 @@ def test_a_model_that_does_not_fit_the_samples_is_a_mistake(typed: list[str], me
     assert str(error.value) == message
 
 
+def test_labels_of_a_source_that_does_not_declare_them_are_not_read_as_probabilities(tmp_path: Path) -> None:
+    config = composed_config(*SMALL[:-1], "model=resnet18", "loss=bce")
+    config["data"] = {"_target_": "loss_cases.UndeclaredLabels", "num_samples": 12}
+    config["model"]["num_classes"] = 3
+    run = build(resolved(config, tmp_path))
+    with pytest.raises(ConfigError) as error:
+        run.trainer.fit(run.task, datamodule=run.data)
+    assert str(error.value) == (
+        "data._target_=loss_cases.UndeclaredLabels: its targets are [3] numbers per sample, and classes are whole"
+        ' numbers; type target_kind = "labels" in that class'
+    )
+
+
 def test_a_model_that_reads_values_is_not_tried_without_them(tmp_path: Path) -> None:
     typed = [*SMALL, *ROWS, "model._target_=dataset_cases.ReadingValues"]
     assert execute(*typed, f"hydra.run.dir={tmp_path / 'run'}") == 0
