@@ -14,6 +14,20 @@ from recipes.loss import TargetLoss
 from recipes.model.init import named_parameters, normal_
 
 
+class Truncated(nn.Linear):
+    """A layer on images of digits whose constructor draws within bounds, as those of many models do."""
+
+    def __init__(self, *, num_classes: int) -> None:
+        super().__init__(64, num_classes)
+        nn.init.trunc_normal_(self.weight, std=0.02)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images.flatten(1))
+
+    def init_weights(self, seed: int) -> None:
+        nn.init.trunc_normal_(self.weight, std=0.02, generator=torch.Generator().manual_seed(seed))
+
+
 class DigitPairs(Dataset[Any]):
     """The digits of one split of `data=digits` as pairs of an array and a number."""
 

@@ -133,6 +133,16 @@ def gpu_operators(on_gpu: bool) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def no_truncated_draws() -> Iterator[None]:
+    """Let `nn.init.trunc_normal_` leave tensors as they are, as the other initializers do with those of a plan.
+
+    From torch 2.12 on (pytorch/pytorch#174997) it draws until all values are within bounds, and reads whether they are.
+    """
+    with patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor):
+        yield
+
+
 # torch 2.13 has no kernel of it for tensors without storage, so that FakeTensorMode would run it on real ones of the
 # same sizes: 7 GB to plan SGD for a model of 1.2 billion parameters. It changes its arguments and returns nothing
 _WITHOUT_STORAGE = torch.library.Library("aten", "IMPL", "Meta")

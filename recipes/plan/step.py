@@ -35,6 +35,7 @@ from recipes.plan.fake_rank import (
     fake_ranks,
     gpu_operators,
     make_groups,
+    no_truncated_draws,
     real_meshes,
 )
 from recipes.plan.trace import FROZEN, GRADIENTS, OPTIMIZER, WEIGHTS, Op, StepTracer
@@ -126,7 +127,7 @@ def record_step(
     with fake_ranks(step.mesh.world_size if needs_group else 0), contextlib.ExitStack() as fakes:
         groups = make_groups(step.mesh, shards=step.sharding is not None)
         fake: FakeTensorMode = fakes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        with real_meshes():
+        with real_meshes(), no_truncated_draws():
             model = build_model(step, blocks, groups)
             frozen = hold_frozen_models(step, groups)
         optimizer = step.make_optimizer(model)
