@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from recipes.data.dataset import seeded_generators
+from recipes.data.dataset import seeded_generators, seeded_torch
 from recipes.data.draws import rng_at
 from recipes.data.image_file import BadImageError, decode, import_pillow
 from recipes.errors import ConfigError
@@ -280,7 +280,8 @@ class Images(Dataset[dict[str, Tensor]]):
     def sample(self, index: int, rng: Generator) -> dict[str, Tensor]:
         """Return the sample as it is drawn: inputs [C, S, S], or [views, C, S, S]; targets [] int64 or [V] float."""
         image, targets = self._read(index)
-        with seeded_generators(rng):
+        # transforms of one's own may draw from any of them, though only torch's is promised
+        with seeded_generators(rng) if self._transform.extra else seeded_torch(rng):
             # stacking would keep other strides in this process, and not in loader processes, and they change sums
             views = [self._transform.draw(image).contiguous() for _ in range(self._transform.views)]
         return {"inputs": views[0] if len(views) == 1 else torch.stack(views), "targets": targets}

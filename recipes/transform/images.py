@@ -308,7 +308,8 @@ class ImageTransform:
         return v2.Compose([resize, v2.CenterCrop(size), *self._to_numbers(v2)])
 
     def _to_numbers(self, v2: Any) -> list[Any]:
-        return [v2.ToDtype(torch.float32, scale=True), v2.Normalize([*self.pixels.mean], [*self.pixels.std])]
+        numbers = [v2.ToDtype(torch.float32, scale=True), v2.Normalize([*self.pixels.mean], [*self.pixels.std])]
+        return [torch.Tensor.contiguous, *numbers]  # a quarter of the bytes that it would copy after them
 
     def _try_extra(self) -> None:
         """Call the transforms of one's own once, before the run.
