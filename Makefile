@@ -83,6 +83,7 @@ benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/activation_checkpoint.py share
 	$(RUN) benchmarks/plan_accuracy.py
 	$(RUN) benchmarks/plan_published.py
+	$(RUN) benchmarks/plan_published.py images
 	$(RUN) benchmarks/plan_time.py
 	$(RUN) benchmarks/checkpoint.py
 	$(RUN) benchmarks/resume.py
