@@ -61,6 +61,7 @@ def check_batch_size(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigErr
     if has_ranks and all(count is None or count > 0 for count in counts):
         wrong = [_name_micro_batch(run, mistake) for mistake in _find_mistake(lambda: run.accumulation)]
         yield from wrong or _check_batch_norm(run)
+    yield from _check_frozen_norm(run)
     max_seq_len = run.config["model"].get("max_seq_len")
     data_seq_len = run.config["data"].get("seq_len")
     if max_seq_len is not None and data_seq_len is not None and data_seq_len > max_seq_len:
@@ -97,6 +98,19 @@ def _check_batch_norm(run: ResolvedRun) -> Iterator[ConfigError]:
             "micro_batch_size=1" if run.micro_batch_size else f"global_batch_size={run.global_batch_size}",
             f"one image of {size} x {size} leaves batch norm a single value per channel, which has no variance",
             f"micro_batch_size=2{batch}",
+        )
+
+
+def _check_frozen_norm(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Check that statistics that stay as they are come from somewhere."""
+    model = run.config["model"]
+    is_ours = "norm" in find_signature(model["_target_"]).constants.get("free_at_resume", ())
+    begins_anew = run.mode.trains and run.start_from is None and run.resume in (None, "auto")
+    if is_ours and model.get("norm") == "frozen" and begins_anew and model.get("pretrained") is None:
+        yield ConfigError(
+            "model.norm=frozen",
+            "it keeps the mean and variance of trained weights, and these weights are initial ones",
+            "model.pretrained=<weights>, start_from=<run folder>, or model.norm=batch",
         )
 
 

@@ -355,6 +355,10 @@ ALONE = {
         "global_batch_size=1: one image of 8 x 8 leaves batch norm a single value per channel, which has no variance;"
         " type micro_batch_size=2 global_batch_size=2"
     ),
+    "model=resnet18 model.norm=frozen": (
+        "model.norm=frozen: it keeps the mean and variance of trained weights, and these weights are initial ones; type"
+        " model.pretrained=<weights>, start_from=<run folder>, or model.norm=batch"
+    ),
     "optimizer=schedule_free ema_decay=0.5": (
         "ema_decay=0.5 optimizer=schedule_free: this optimizer averages the weights itself, and mode.weights=ema reads"
         " one average; type ema_decay=null, or optimizer=adamw"
