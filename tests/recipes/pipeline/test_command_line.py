@@ -1,7 +1,6 @@
 """What a pipeline's file and the overrides beside it make of each stage, and what is refused before anything runs."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -250,9 +249,7 @@ def test_a_run_that_saves_nothing_has_no_stage_after_it(own: Path) -> None:
     ]
 
 
-def test_the_stages_of_the_project_have_no_mistakes_and_are_checked_in_a_second() -> None:
+def test_the_stages_of_the_project_have_no_mistakes() -> None:
     command = read_command(["pipeline=chat_nano"], config_folder=CONF)
-    began = time.process_time()
     planned = plan_stages(command.stages, config_folder=CONF, config_name="config")
     assert [str(each) for each in name_stages(planned)] == []
-    assert time.process_time() - began < 3, "nine stages, of which each takes a tenth of a second and the first more"
