@@ -104,9 +104,9 @@ def _check_batch_norm(run: ResolvedRun) -> Iterator[ConfigError]:
 def _check_frozen_norm(run: ResolvedRun) -> Iterator[ConfigError]:
     """Check that statistics that stay as they are come from somewhere."""
     model = run.config["model"]
-    is_ours = "norm" in find_signature(model["_target_"]).constants.get("free_at_resume", ())
+    declared: Any = find_signature(model["_target_"]).constants.get("free_at_resume", ())
     begins_anew = run.mode.trains and run.start_from is None and run.resume in (None, "auto")
-    if is_ours and model.get("norm") == "frozen" and begins_anew and model.get("pretrained") is None:
+    if "norm" in declared and model.get("norm") == "frozen" and begins_anew and model.get("pretrained") is None:
         yield ConfigError(
             "model.norm=frozen",
             "it keeps the mean and variance of trained weights, and these weights are initial ones",
