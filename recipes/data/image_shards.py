@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from recipes.cache import build_once, open_cache_dir
 from recipes.data.image_file import MAX_BYTES, SUFFIXES, BadImageError
-from recipes.data.images import ImageSource, ImageSplit, Names, OnBadImage
+from recipes.data.images import Columns, ImageSource, ImageSplit, ListedImages, Names, OnBadImage
 from recipes.data.targets import TargetColumns, TargetKind
 from recipes.data.token_shards.storage import Storage
 from recipes.errors import ConfigError
@@ -67,7 +67,7 @@ class ImageShards(ImageSource):
         self.path = path
         self.val_path = val_path
         self._columns = TargetColumns.of(targets, target_kind, separator)
-        self._cache_dir = cache_dir
+        self._shards = ImagesInShards(columns=self._columns, cache_dir=cache_dir)
 
     @override
     def list_splits(self) -> dict[str, ImageSplit]:
@@ -84,7 +84,30 @@ class ImageShards(ImageSource):
         return {"train": training, "val": held_out}
 
     def _read(self, path: str, setting: str, known: list[str] | None) -> ImageSplit:
-        cache_dir = open_cache_dir(self._cache_dir)
+        listed = self._shards.read(path, setting=setting)
+        targets, class_names = self._columns.read(listed.cells, listed.places, known)
+        return ImageSplit.whole(listed.store, targets, class_names, keys=listed.keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagesInShards:
+    """Lists the images in shards, and reads the texts or fields beside them.
+
+    Attributes:
+        columns: What is read of each sample: members of text, or fields of its member `json`.
+        cache_dir: Folder of the lists.
+    """
+
+    columns: Columns
+    cache_dir: str
+
+    def read(self, path: str, *, setting: str) -> ListedImages:
+        """Return the images of all shards of a path.
+
+        Raises:
+            ConfigError: There are no shards, one is damaged, or an image has not the cells that it should have.
+        """
+        cache_dir = open_cache_dir(self.cache_dir)
         storage = Storage(path, setting=setting, suffixes=[".tar"], content=".tar files", cache_dir=cache_dir)
         listed = [self._list(storage, shard, cache_dir) for shard in range(len(storage.names))]
         images = [image | {"shard": shard} for shard, of_shard in enumerate(listed) for image in of_shard]
@@ -92,26 +115,25 @@ class ImageShards(ImageSource):
             fix = f"{setting}=<shards with members such as 1.jpg and 1.cls>"
             raise ConfigError(f"{setting}={path}", f"no member of them ends with {', '.join(SUFFIXES)}", fix)
         names = [Path(name).name for name in storage.names]
-        places = [f"{names[image['shard']]} {image['name']}" for image in images]
-        cells = [self._columns.pick(image["targets"], place) for image, place in zip(images, places, strict=True)]
-        targets, class_names = self._columns.read(cells, places, known)
+        places = Names(f"{names[image['shard']]} {image['name']}" for image in images)
         store = Members(
             storage=storage,
-            names=Names(places),
+            names=places,
             shards=np.array([image["shard"] for image in images], dtype=np.int64),
             bounds=np.array([[image["begin"], image["end"]] for image in images], dtype=np.int64),
         )
-        return ImageSplit.whole(store, targets, class_names, keys=store.names)
+        cells = [self.columns.pick(image["targets"], place) for image, place in zip(images, places, strict=True)]
+        return ListedImages(store=store, keys=places, images=places, places=places, cells=cells)
 
     def _list(self, storage: Storage, shard: int, cache_dir: Path) -> list[dict[str, Any]]:
         """Return the name, bounds and targets of the images of a shard, from the cache if it has not changed."""
-        needed = [*self._columns.names]
-        found = hashlib.blake2b(repr([_VERSION, storage.get_state(shard), needed]).encode(), digest_size=12)
+        made_by = [_VERSION, storage.get_state(shard), [*self.columns.names]]
+        found = hashlib.blake2b(repr(made_by).encode(), digest_size=12)
         folder = cache_dir / "image_shards" / found.hexdigest()
 
         def build(unfinished: Path) -> None:
             with (unfinished / _LIST).open("w", encoding="utf-8") as lines:
-                for image in _list_members(storage, shard, needed):
+                for image in _list_members(storage, shard, self.columns):
                     lines.write(json.dumps(image) + "\n")
 
         build_once(folder, build, is_complete=lambda each: (each / _LIST).is_file())
@@ -149,13 +171,13 @@ class Members:
         return self.names[number]
 
 
-def _list_members(storage: Storage, shard: int, needed: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _list_members(storage: Storage, shard: int, columns: Columns) -> Iterator[dict[str, Any]]:
     """Yield the name, bounds and targets of each image of a shard, in its order.
 
     Raises:
         ConfigError: A sample has several images, or one has no target.
     """
-    name, setting = storage.names[shard], storage.setting
+    name, setting, needed = storage.names[shard], storage.setting, columns.names
     read = {target if target in _TEXTS else _FIELDS for target in needed}  # suffixes of members with targets
     images: dict[str, dict[str, Any]] = {}
     targets: dict[str, dict[str, Any]] = {}
@@ -171,15 +193,20 @@ def _list_members(storage: Storage, shard: int, needed: Sequence[str]) -> Iterat
                 raise ConfigError(f"{setting}={name}", reason, "shards with one image per key")
             end = member.offset_data + member.size
             images[key] = {"name": member.name, "begin": member.offset_data, "end": end}
-        elif member.size <= _MAX_TEXT_BYTES and suffix in read:
+        elif suffix in read:
+            place = f"{name} {member.name}"
+            if member.size > _MAX_TEXT_BYTES:
+                reason = f"it has {member.size:,} bytes, and more than {_MAX_TEXT_BYTES:,} are not read"
+                raise ConfigError(place, reason, f"{columns.setting}=<another member or field>, or shards without it")
             content = archive.extractfile(member)
             assert content is not None, "a regular file has content"
-            targets[key] = targets.get(key, {}) | _parse(content.read(), suffix, needed, f"{name} {member.name}")
+            targets[key] = targets.get(key, {}) | _parse(content.read(), suffix, columns, place)
     for key, image in images.items():
         if key not in targets:
             wanted = " or ".join(sorted({name if name in _TEXTS else _FIELDS for name in needed}))
             reason = f"{image['name']} has no member {key}.{wanted}"
-            raise ConfigError(f"{setting}={name}", reason, "data.targets=cls, txt or a field of .json, or other shards")
+            fix = f"{columns.setting}={', '.join(_TEXTS)} or a field of .json, or other shards"
+            raise ConfigError(f"{setting}={name}", reason, fix)
         yield image | {"targets": targets[key]}
 
 
@@ -201,17 +228,18 @@ def _walk(storage: Storage, shard: int) -> Iterator[tuple[tarfile.TarFile, tarfi
             raise ConfigError(f"{storage.setting}={storage.names[shard]}", reason, fix) from error
 
 
-def _parse(content: bytes, suffix: str, needed: Sequence[str], place: str) -> dict[str, Any]:
-    """Return the targets in a member of text, by the name that `data.targets` has for each."""
+def _parse(content: bytes, suffix: str, columns: Columns, place: str) -> dict[str, Any]:
+    """Return the targets in a member of text, by the name that `columns` have for each."""
+    setting = columns.setting
     try:
-        text = content.decode("utf-8")
+        text = content.decode("utf-8-sig")
         if suffix != _FIELDS:
             return {suffix: text.strip()}
         fields = json.loads(text)
-        names = [name for name in needed if name not in _TEXTS]
+        names = [name for name in columns.names if name not in _TEXTS]
         if missing := [name for name in names if name not in fields]:
             known = ", ".join(fields) or "no field"
-            raise ConfigError(f"data.targets={missing[0]}", f"{place} has {known}", "data.targets=<one of them>")
+            raise ConfigError(f"{setting}={missing[0]}", f"{place} has {known}", f"{setting}=<one of them>")
         return {name: fields[name] for name in names}
     except ConfigError:
         raise

@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 import torch
@@ -51,6 +51,28 @@ class ImageStore(Protocol):
         """Return where it is, for errors and the log."""
 
 
+class Columns(Protocol):
+    """Columns of a table, or fields of the samples in shards, with what is learned of an image.
+
+    Attributes:
+        kind: What they hold; `pick` accepts equal cells for equal kinds.
+        setting: Config key that names them, for errors.
+    """
+
+    @property
+    def names(self) -> Sequence[str]: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def setting(self) -> str: ...
+    def pick(self, fields: dict[str, Any], place: str) -> list[Any]:
+        """Return the cells of a row.
+
+        Raises:
+            ConfigError: One is missing, or not of the kind.
+        """
+
+
 class Names(Sequence[str]):
     """Texts as one block of memory: a list of a million would be copied by every loader process that reads it."""
 
@@ -67,6 +89,25 @@ class Names(Sequence[str]):
             raise IndexError(index)
         begin = 0 if index == 0 else self._ends[index - 1]
         return self._bytes[begin : self._ends[index]].tobytes().decode("utf-8", "surrogateescape")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedImages:
+    """Images of a table or of shards, in order, with the cells of each.
+
+    Attributes:
+        store: Encoded images.
+        keys: What identifies each image in the store, see `ImageSplit`.
+        images: Equal where two of them are the same image: a path, or a hash of its bytes.
+        places: Where each is, for errors.
+        cells: What `Columns.pick` returned for each.
+    """
+
+    store: ImageStore
+    keys: Sequence[str]
+    images: Sequence[str]
+    places: Sequence[str]
+    cells: Sequence[Sequence[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +132,7 @@ class ImageSplit:
     @classmethod
     def whole(
         cls, store: ImageStore, targets: Tensor, class_names: list[str] | None, keys: Sequence[str] | None = None
-    ) -> "ImageSplit":
+    ) -> Self:
         """Return all images of a store."""
         keys = Names(store.name(number) for number in range(len(store))) if keys is None else keys
         numbers = np.arange(len(store), dtype=np.int64)
@@ -100,7 +141,7 @@ class ImageSplit:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def divide(self, fraction: float) -> tuple["ImageSplit", "ImageSplit"]:
+    def divide(self, fraction: float) -> tuple[Self, Self]:
         """Divide by a hash of the keys: each image stays in its part when others come or go.
 
         Raises:
@@ -117,7 +158,7 @@ class ImageSplit:
         )
         return train, val
 
-    def join(self, other: "ImageSplit") -> "ImageSplit":
+    def join(self, other: Self) -> Self:
         """Return both parts of `divide` in the order of the whole."""
         numbers = np.concatenate([self.numbers, other.numbers])
         order = np.argsort(numbers)
@@ -146,7 +187,6 @@ class ImageSource:
     """
 
     sample_kind: ClassVar[str] = "images"
-    tokenizer: ClassVar[Tokenizer | None] = None  # the samples are not text
 
     val_fraction: Annotated[float, "> 0, < 1"]
     transform: ImageTransform
@@ -179,8 +219,21 @@ class ImageSource:
         train, val = self._splits["train"], self._splits["val"]
         if self._holds_out_all and val.store is train.store:
             self._splits["val"] = train.join(val)
-        skips = self.on_bad_image == "skip"
-        self._images = {split: Images(of, self.transform, skips=skips) for split, of in self._splits.items()}
+        self._images = {split: self.open_split(split, of) for split, of in self._splits.items()}
+
+    def open_split(self, split: str, of: Any) -> "Images":
+        """Return the samples of a split; called once for each, by `prepare`.
+
+        Args:
+            split: Its name.
+            of: One of those that `list_splits` returned.
+        """
+        return Images(of, self.transform, skips=self.on_bad_image == "skip")
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None: the samples are not text."""
+        return None
 
     @property
     def class_names(self) -> list[str] | None:
@@ -241,7 +294,7 @@ class ImageSource:
         """Return how many images were replaced so far, in any process of this machine; empty: none."""
         counts = {split: images.num_skipped for split, images in self._images.items() if images.num_skipped}
         shown = " and ".join(
-            f"{number:,} of {count(len(self._images[split]), f'{_SPLIT_NAMES[split]} image')}"
+            f"{number:,} of {count(len(self._splits[split]), f'{_SPLIT_NAMES[split]} image')}"
             for split, number in counts.items()
         )
         return f"{shown} could not be decoded, and the next one stood in their place" if shown else ""
@@ -274,17 +327,13 @@ class Images(Dataset[dict[str, Tensor]]):
         """Return the sample of a validation, as `sample`; views are drawn, and always the same."""
         if self._transform.views > 1:
             return self.sample(index, rng_at(0, index))
-        image, targets = self._read(index)
-        return {"inputs": self._transform(image).contiguous(), "targets": targets}
+        image, place = self._read(index)
+        return {"inputs": self._transform(image).contiguous(), "targets": self._split.targets[place]}
 
     def sample(self, index: int, rng: Generator) -> dict[str, Tensor]:
         """Return the sample as it is drawn: inputs [C, S, S], or [views, C, S, S]; targets [] int64 or [V] float."""
-        image, targets = self._read(index)
-        # transforms of one's own may draw from any of them, though only torch's is promised
-        with seeded_generators(rng) if self._transform.extra else seeded_torch(rng):
-            # stacking would keep other strides in this process, and not in loader processes, and they change sums
-            views = [self._transform.draw(image).contiguous() for _ in range(self._transform.views)]
-        return {"inputs": views[0] if len(views) == 1 else torch.stack(views), "targets": targets}
+        image, place = self._read(index)
+        return {"inputs": self._draw(image, rng), "targets": self._split.targets[place]}
 
     def mix_pair(
         self, first: dict[str, Tensor], second: dict[str, Tensor], rng: Generator, position: int
@@ -312,17 +361,25 @@ class Images(Dataset[dict[str, Tensor]]):
             except BadImageError as error:
                 yield self._split.store.name(number), str(error)
 
-    def _read(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return an image [C, H, W] uint8 and its targets.
+    def _draw(self, image: Tensor, rng: Generator) -> Tensor:
+        """Return random samples of an image, [C, S, S] or [views, C, S, S]."""
+        # transforms of one's own may draw from any of them, though only torch's is promised
+        with seeded_generators(rng) if self._transform.extra else seeded_torch(rng):
+            # stacking would keep other strides in this process, and not in loader processes, and they change sums
+            views = [self._transform.draw(image).contiguous() for _ in range(self._transform.views)]
+        return views[0] if len(views) == 1 else torch.stack(views)
+
+    def _read(self, index: int) -> tuple[Tensor, int]:
+        """Return an image [C, H, W] uint8, and its place in the split: the given one, or the next where it is skipped.
 
         Raises:
             ConfigError: It cannot be decoded.
         """
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"image {index} of {len(self)}")
-        split = self._split
-        for step in range(min(_MAX_TRIES, len(self))):
-            place = (index + step) % len(self)
+        split, total = self._split, len(self._split)
+        if not -total <= index < total:
+            raise IndexError(f"image {index} of {total}")
+        for step in range(min(_MAX_TRIES, total)):
+            place = (index + step) % total
             number = int(split.numbers[place])
             try:
                 image = decode(split.store.read(number), self._transform.num_channels)
@@ -334,8 +391,8 @@ class Images(Dataset[dict[str, Tensor]]):
                     self._is_bad[place] = True
                     self._log_bad(number, error)
             else:
-                return image, split.targets[place]
-        reason = f"none of {min(_MAX_TRIES, len(self))} images in a row can be decoded"
+                return image, place
+        reason = f"none of {min(_MAX_TRIES, total)} images in a row can be decoded"
         raise ConfigError("data.on_bad_image=skip", reason, "data.on_bad_image=error, which names the first of them")
 
     def _log_bad(self, number: int, error: BadImageError) -> None:

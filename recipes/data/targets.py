@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ class TargetColumns:
         separator: Between the labels in a text; None: labels are lists.
     """
 
+    setting: ClassVar[str] = "data.targets"
+
     names: Sequence[str]
     kind: TargetKind
     separator: str | None = None
@@ -43,7 +45,7 @@ class TargetColumns:
         """Return the columns that `data.targets` names."""
         return cls(names=[targets] if isinstance(targets, str) else [*targets], kind=kind, separator=separator)
 
-    def pick(self, fields: dict[str, Any], place: str, *, setting: str = "data.targets") -> list[Any]:
+    def pick(self, fields: dict[str, Any], place: str) -> list[Any]:
         """Return the cells of a row.
 
         Raises:
@@ -52,7 +54,7 @@ class TargetColumns:
         for name in self.names:
             if name not in fields:
                 known = ", ".join(map(str, fields)) or "nothing"
-                raise ConfigError(f"{setting}={name}", f"{place} has {known}", f"{setting}=<one of them>")
+                raise ConfigError(f"{self.setting}={name}", f"{place} has {known}", f"{self.setting}=<one of them>")
             is_blank = isinstance(fields[name], str) and not fields[name].strip() and self.kind != "labels"
             if fields[name] is None or fields[name] != fields[name] or is_blank:
                 reason = f"it has no {name}, and what is learned of a row must be there"
