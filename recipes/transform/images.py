@@ -19,48 +19,14 @@ from torch import Tensor
 from recipes.errors import ConfigError, type_extra
 from recipes.torchvision_import import repair
 from recipes.transform.mixing import Mixing
+from recipes.transform.published import IMAGENET, Interpolation, Pixels, read_published
 
 Policy = Literal["none", "randaugment", "trivialaugment", "three_augment", "simclr"]
 Crop = Literal["resized", "padded", "none", "own"]
-Interpolation = Literal["nearest", "bilinear", "bicubic"]
 Sample = dict[str, Tensor]
 _BITS = 8  # of a channel
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, another one in every process
 _TRIED = 256  # pixels of a side of the image on which transforms of one's own are tried
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pixels:
-    """What a model reads: S x S pixels of each channel, of which the mean is subtracted before the deviation divides.
-
-    Attributes:
-        size: S of training.
-        eval_size: S of validation.
-        eval_crop: S of validation over the shorter side of the resized image.
-        interpolation: Of everything that is resized.
-        mean: [C], of 0 to 1.
-        std: [C].
-        crop_mode: Whether a validation sees the `center`, or all of the image as a square, `squash`.
-    """
-
-    size: int
-    eval_size: int
-    eval_crop: float
-    interpolation: Interpolation
-    mean: Sequence[float]
-    std: Sequence[float]
-    crop_mode: Literal["center", "squash"]
-
-
-# as most models that are trained on ImageNet
-_IMAGENET: dict[str, Any] = {
-    "size": 224,
-    "eval_crop": 0.875,
-    "interpolation": "bicubic",
-    "mean": (0.485, 0.456, 0.406),
-    "std": (0.229, 0.224, 0.225),
-    "crop_mode": "center",
-}
 _NOT_SET = ("crop_mode",)  # by any setting of a transform
 
 
@@ -83,8 +49,9 @@ class ImageTransform:
     """Two pipelines: [C, H, W] uint8 -> [C, S, S] float, with mean 0 and deviation 1 over many images.
 
     Args:
-        model: Name of a model of timm, whose published weights decide what is None of size, eval_crop, interpolation,
-            mean and std; None, or another name: those that are usual for ImageNet.
+        model: A model of timm by name, or one of CLIP or SigLIP by folder or repository of the hub, whose published
+            weights decide what is None of size, eval_crop, interpolation, mean and std; None, or another name: those
+            that are usual for ImageNet.
         in_channels: C of a model whose mean and deviation are taken, 1 or 3.
         num_classes: V, the width of mixed targets; None: the classes of the data.
         size: S of training.
@@ -251,16 +218,16 @@ class ImageTransform:
 
     def describe_origin(self) -> str:
         """Return the settings that were not given, and where they are from, for the log; empty: all were given."""
-        left_open = [name for name in _IMAGENET if name not in _NOT_SET and getattr(self, name) is None]
+        left_open = [name for name in IMAGENET if name not in _NOT_SET and getattr(self, name) is None]
         chosen = ", ".join(f"{name}={getattr(self.pixels, name)}" for name in left_open)
         return f"{chosen} as {self._origin}" if chosen else ""
 
     def _choose_pixels(self) -> tuple[Pixels, str]:
         """Return what a model reads, and where it is from as far as it is not given."""
-        published, origin = _read_published(self.model)
+        published, origin = read_published(self.model)
         if self.in_channels == 1:
             published = published | {name: (sum(published[name]) / 3,) for name in ("mean", "std")}
-        given = {name: getattr(self, name) for name in _IMAGENET if name not in _NOT_SET}
+        given = {name: getattr(self, name) for name in IMAGENET if name not in _NOT_SET}
         chosen = published | {name: value for name, value in given.items() if value is not None}
         return Pixels(**chosen, eval_size=self.eval_size or chosen["size"]), origin
 
@@ -333,34 +300,6 @@ class ImageTransform:
         """Return the settings of the transforms of one's own, as an error names them."""
         settings = [*(["crop=own"] if self.crop == "own" else []), *(f"extra.{name}" for name in self.extra)]
         return " ".join(f"transform.{setting}" for setting in settings)
-
-
-def _read_published(model: str | None) -> tuple[dict[str, Any], str]:
-    """Return what the published weights of a model of timm read, ImageNet's without such weights; and whose it is."""
-    if model is None:
-        return _IMAGENET, "usual for ImageNet"
-    repair()
-    try:
-        import timm
-    except ImportError:
-        return _IMAGENET, "usual for ImageNet, because timm is not installed"
-    try:
-        known = timm.get_pretrained_cfg(model)
-    except RuntimeError as error:  # of a tag that it does not know
-        raise ConfigError(
-            f"model.name={model}", str(error).rstrip("."), f"model.name={model.partition('.')[0]}"
-        ) from error
-    if known is None or known.input_size is None:
-        return _IMAGENET, f"usual for ImageNet, because timm publishes no weights of {model}"
-    given = {
-        "size": known.input_size[-1],
-        "eval_crop": known.crop_pct,
-        "interpolation": known.interpolation,
-        "mean": known.mean,
-        "std": known.std,
-        "crop_mode": "squash" if known.crop_mode == "squash" else "center",
-    }
-    return given, f"published with timm's {'.'.join(filter(None, (known.architecture, known.tag)))}"
 
 
 def _odd(number: float) -> int:

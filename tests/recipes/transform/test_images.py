@@ -1,6 +1,8 @@
 """Transforms of images: what they draw is a function of the seed alone, and what they leave open is the model's."""
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -168,3 +170,63 @@ def test_a_model_whose_published_weights_saw_whole_images_squashed_sees_them_so(
 def test_numbers_that_cannot_be_are_refused_when_they_are_read(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_transform(**settings)
+
+
+def test_a_clip_model_reads_what_its_folder_says_and_crops_the_center(tmp_path: Path) -> None:
+    open_settings: dict[str, Any] = dict.fromkeys(("size", "eval_crop", "interpolation", "mean", "std"))
+    config = {"model_type": "clip", "vision_config": {"image_size": 48}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    usual = make_transform(**open_settings, model=str(tmp_path))
+    assert (usual.pixels.size, usual.pixels.eval_crop, usual.pixels.crop_mode) == (48, 1.0, "center")
+    assert usual.pixels.mean == (0.48145466, 0.4578275, 0.40821073)
+    assert f"as usual for clip, because there is no preprocessor_config.json in {tmp_path}" in usual.describe_origin()
+    settings = {"crop_size": {"height": 48, "width": 48}, "size": {"shortest_edge": 64}, "resample": 2}
+    settings |= {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "do_center_crop": True}
+    for name, content in (
+        ("processor_config.json", {"image_processor": settings}),
+        ("preprocessor_config.json", settings | {"crop_size": 48, "size": 64}),  # as older versions write it
+    ):
+        (tmp_path / name).write_text(json.dumps(content))
+        given = make_transform(**open_settings, model=str(tmp_path))
+        assert given.pixels.mean == (0.1, 0.2, 0.3)
+        assert (given.pixels.eval_crop, given.pixels.interpolation) == (0.75, "bilinear")
+        assert given.describe_origin().endswith(f"as published with {tmp_path}")
+    assert make_transform(**open_settings | {"size": 32}, model=str(tmp_path)).pixels.size == 32
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_validation_sees_what_the_image_processor_of_transformers_shows(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from PIL import Image
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    processor: Any = (
+        CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+        if kind == "clip"
+        else SiglipImageProcessorPil(size={"height": 32, "width": 32})
+    )
+    processor.save_pretrained(str(tmp_path))
+    config = {"model_type": kind, "vision_config": {"image_size": 32}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    open_settings: dict[str, Any] = dict.fromkeys(("size", "eval_crop", "interpolation", "mean", "std"))
+    transform = make_transform(**open_settings, model=str(tmp_path))
+    smooth = torch.nn.functional.interpolate(make_image(8)[None].float(), size=(90, 120), mode="bilinear")[0]
+    image = smooth.round().to(torch.uint8)  # [C, H, W]
+    expected = processor(Image.fromarray(image.permute(1, 2, 0).numpy()), return_tensors="pt")["pixel_values"][0]
+    # both round pixels to 8 bits after they are resized, in another order of sums
+    assert (transform(image) - expected).abs().max() * min(transform.pixels.std) <= 2.0 / 255
+
+
+def test_a_damaged_description_of_a_published_model_is_named(tmp_path: Path) -> None:
+    open_settings: dict[str, Any] = dict.fromkeys(("size", "eval_crop", "interpolation", "mean", "std"))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=f"model.name={tmp_path}: .*config.json"):
+        make_transform(**open_settings, model=str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
+    (tmp_path / "preprocessor_config.json").write_text('{"resample": 7}')
+    with pytest.raises(ConfigError, match=r"model.name=.*preprocessor_config.json"):
+        make_transform(**open_settings, model=str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    other = make_transform(**open_settings, model=str(tmp_path))
+    assert f"usual for ImageNet, because {tmp_path} is no CLIP or SigLIP model" in other.describe_origin()
