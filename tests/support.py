@@ -62,6 +62,14 @@ def write_images(folder: Path, *, size: int = 8, num_images: int = 12) -> Path:
     return folder
 
 
+def write_captions(folder: Path) -> Path:
+    """Write random images and a table with a caption of each, and return the table."""
+    images = sorted(write_images(folder / "photos").glob("**/*.png"))
+    lines = [f"{path.relative_to(folder)},picture {number}" for number, path in enumerate(images)]
+    (folder / "captions.csv").write_text("\n".join(["image,caption", *lines, ""]))
+    return folder / "captions.csv"
+
+
 def needed_by(recipe: str, folder: Path, *, model: str = "") -> list[str]:
     """Return the overrides without which a recipe or model does not compose: a disk, data, or a published model."""
     if model == "huggingface":
@@ -69,6 +77,13 @@ def needed_by(recipe: str, folder: Path, *, model: str = "") -> list[str]:
         config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
         (folder / "config.json").write_text(json.dumps(config))
         return [f"model.name={folder}", *needed_by(recipe, folder)]
+    if model == "clip":
+        size = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+        towers = {"text_config": {"vocab_size": 2048, **size}, "vision_config": {"image_size": 32, **size}}
+        (folder / "config.json").write_text(json.dumps({"model_type": "clip", **towers}))
+        return [f"model.name={folder}", f"data.path={write_captions(folder)}", *needed_by(recipe, folder)]
+    if model == "dual_encoder" and recipe != "clip_quickstart":  # which has data of its own
+        return [f"data.path={write_captions(folder)}", *needed_by(recipe, folder)]
     if recipe.endswith("_nvme"):
         return [f"strategy.nvme_path={folder}"]
     if recipe in RECIPES_OF_IMAGES or model == "timm":

@@ -279,13 +279,16 @@ class RankShare(Dataset[dict[str, Tensor]]):
         rank: Index of this process, from 0.
         world_size: N.
         of: Dataset of which these are some samples, and which makes the padding; None: `dataset`.
+
+    Attributes:
+        of: As above.
     """
 
     def __init__(self, dataset: Any, *, rank: int, world_size: int, of: Any = None) -> None:
         self._dataset = dataset
         self._rank = rank
         self._world_size = world_size
-        self._of = dataset if of is None else of
+        self.of = dataset if of is None else of
 
     def __len__(self) -> int:
         return -(-len(self._dataset) // self._world_size)
@@ -295,7 +298,7 @@ class RankShare(Dataset[dict[str, Tensor]]):
         if position < len(self._dataset):
             sample: dict[str, Tensor] = self._dataset[position]
             return sample
-        return make_padding(self._of)
+        return make_padding(self.of)
 
 
 def make_padding(dataset: Any) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from recipes.data import DataSource, SampleDataset, get_val_fingerprint, in_section, prepare_with
 from recipes.data.batches import Batch, RankShare, TrainingStream
-from recipes.data.draws import DrawnSamples, has_draws
+from recipes.data.draws import DrawnSamples, has_draws, rng_at
 from recipes.data.loader_process import SignalProofLoader
 from recipes.data.order import Order, RepeatedOrder, ShuffledOrder
 from recipes.engine import get_engine
@@ -115,6 +115,11 @@ class StreamDataModule(lightning.LightningDataModule):
         return self._accumulation.num_micro_batches
 
     @property
+    def micro_batch_size(self) -> int:
+        """Samples per forward pass of a rank."""
+        return self._accumulation.micro_batch_size
+
+    @property
     def position(self) -> int:
         """Training samples consumed so far over all ranks.
 
@@ -146,22 +151,28 @@ class StreamDataModule(lightning.LightningDataModule):
             self._warn_of_shared_texts()
 
     def find_doubts(self) -> Iterator[ConfigError]:
-        """Yield the splits in which every target is the same, so that a model that ignores its inputs is right.
+        """Yield the splits in which every target, or caption, is the same: a model that ignores its inputs is right.
 
         Of usual data, two or three samples are read; of a split with a rare class, up to 1,000 that are spread evenly.
         """
-        if getattr(self.source, "sample_kind", "tokens") == "tokens":
+        kind = getattr(self.source, "sample_kind", "tokens")
+        if kind == "tokens":
             return
+        learned = "caption" if kind == "images_and_text" else "targets"
         for split in ("train", "val"):
             dataset: Any = getattr(self.source, split)()
             num_tried = min(_NUM_TRIED, len(dataset))
             places = [0, *range(num_tried - 1, 0, -1)]  # first and last: data may be sorted by class
-            targets = (dataset[place * len(dataset) // num_tried].get("targets") for place in places)
+            targets = (dataset[place * len(dataset) // num_tried].get(learned) for place in places)
             known = (target for target in targets if isinstance(target, torch.Tensor) and _has_any_loss(target))
             first = next(known, None)
             if first is None or num_tried == 1 or not all(torch.equal(first, other) for other in known):
                 continue
             tried = f"all {num_tried:,} samples" if num_tried == len(dataset) else f"{num_tried:,} samples tried, all"
+            if learned == "caption":
+                reason = f"{tried} of {split} have the same caption: nothing says which image one belongs to"
+                yield ConfigError(f"data.{split}", reason, "data.caption=<the right column>, or other data")
+                continue
             reason = f"{tried} of {split} have the target {first.tolist()}: a model that ignores its inputs is right"
             yield ConfigError(f"data.{split}", reason, "data with other targets, too, or the right column as targets")
 
@@ -260,6 +271,10 @@ class StreamDataModule(lightning.LightningDataModule):
     def load_samples(self, dataset: Any, source: DataSource, indices: range) -> DataLoader[Batch]:
         """Return a loader of this rank's part of some samples of a dataset, each as it is by index."""
         return self._loader(self._rank_share(Subset(dataset, indices), of=dataset), source)
+
+    def load_further(self, dataset: Any) -> DataLoader[Batch]:
+        """Return a loader of this rank's part of samples that are of no split of the data, collated by default."""
+        return self._loader(self._rank_share(dataset, of=dataset), None)
 
     def count_source_tokens(self) -> dict[str, int]:
         """Return the tokens consumed so far from each source of a mixture; empty for other data."""
@@ -367,13 +382,15 @@ class StreamDataModule(lightning.LightningDataModule):
             range(accumulation.micro_batch_size),
         )
         describe: Any = getattr(self.source, "describe_sample", lambda _: {})
+        describe_drawn: Any = getattr(self.source, "describe_drawn", lambda sample, _: describe(sample))
         samples = []
         for offset, (micro_batch, rank, row) in enumerate(places):
             sample, drawn_at = found[offset]
             place: dict[str, Any] = {"rank": rank, "micro_batch": micro_batch, "row": row}
             if has_draws(dataset):
                 place["draw"] = {"seed": self._seed, "position": drawn_at}
-            samples.append({"position": first + offset, "sample": sample} | place | describe(sample))
+            described = describe_drawn(sample, rng_at(self._seed, drawn_at)) if has_draws(dataset) else describe(sample)
+            samples.append({"position": first + offset, "sample": sample} | place | described)
         return samples
 
     def skip_batches(self, num_steps: int) -> None:
@@ -435,7 +452,7 @@ class StreamDataModule(lightning.LightningDataModule):
         engine = get_engine(self._trainer())
         return RankShare(samples, rank=engine.data_rank, world_size=engine.data_size, of=of)
 
-    def _loader(self, dataset: Any, source: DataSource, **order: Any) -> DataLoader[Batch]:
+    def _loader(self, dataset: Any, source: DataSource | None, **order: Any) -> DataLoader[Batch]:
         on_gpu = get_engine(self._trainer()).root_device.type == "cuda"
         workers = self._num_workers
         if workers is None:
