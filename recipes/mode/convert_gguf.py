@@ -16,8 +16,9 @@ from recipes.errors import ConfigError, type_extra, type_setting
 from recipes.files import filling, write_atomically
 from recipes.foreign_file import reading, recognize
 from recipes.model.rope import LLAMA3_ROPE, frequencies
+from recipes.model.transformers_models import without_remarks
 from recipes.model.weights.files import are_finite, log_unread
-from recipes.model.weights.hf_any import CHECKED_AFTERWARDS, check_loaded, without_load_report, without_progress_bars
+from recipes.model.weights.hf_any import CHECKED_AFTERWARDS, check_loaded, without_progress_bars
 from recipes.model.weights.text_side import write_text_side
 from recipes.numerics.deepspeed_import import without_warning_of_deepspeed
 from recipes.numerics.torchao_import import without_warnings_of_torchao
@@ -159,7 +160,7 @@ def _load(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         _check_parts(reader, typed)
         _check_settings(reader, typed)
         quiet = patch.object(modeling_gguf_pytorch_utils, "tqdm", tqdm)  # its own bar cannot be switched off
-        with without_warnings_of_torchao(), without_load_report(), without_progress_bars(), quiet:
+        with without_warnings_of_torchao(), without_remarks(), without_progress_bars(), quiet:
             model, report = AutoModelForCausalLM.from_pretrained(alone, dtype=dtype, **CHECKED_AFTERWARDS, **options)
         check_loaded(report, typed, fitting=_ANOTHER)
         _check_whole(reader, model, typed)

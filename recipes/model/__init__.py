@@ -35,8 +35,8 @@ class Model(Protocol):
     Attributes:
         input_kind: Kind of its samples, such as "tokens", "images" or "tensors": that of the task and the data. A plain
             literal, because the config check reads it from source.
-        published_format: Reader of published weights, "huggingface", "timm" or "torchvision"; no such attribute: the
-            first.
+        published_format: Reader of published weights, "huggingface", "timm", "torchvision" or "image_tower"; no such
+            attribute: the first.
         pretrained: Weights to start from: a folder, a file or a hub name; None (or no such attribute): `init_weights`.
         blocks: Units of compilation, activation recomputation and sharding. A model with several towers has a method
             `named_blocks` instead, see `recipes.blocks`.

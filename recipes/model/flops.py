@@ -59,7 +59,7 @@ def _flops_of_sample(model: Any, shape: Sequence[int]) -> Flops | None:
     if hasattr(model, "flops_per_token"):
         return _flops_of_tokens(model, shape[0], row_length=shape[0])
     if hasattr(model, "flops_per_sample") and shape[1] == shape[2]:
-        per_sample: Flops = model.flops_per_sample(shape[1])
+        per_sample: Flops | None = model.flops_per_sample(shape[1])
         return per_sample
     if getattr(model, "input_kind", None) in ("images", "tensors") and next(model.parameters()).is_meta:
         return _flops_of_products(model, shape)
@@ -129,8 +129,35 @@ def decoder_flops_per_token(
     of_embedding, of_head = {*embedding.parameters()}, {*head.parameters()}
     not_multiplied = of_embedding - of_head if uses_head else of_embedding | of_head
     products -= sum(per_weight[weight] * weight.numel() for weight in not_multiplied)
-    attention = 6.0 * attention_width * seq_len * _backward_share(model, per_weight)
-    return Flops(palm=products + 2.0 * attention, causal=products + attention)
+    attention = 12.0 * attention_width * seq_len * _backward_share(model, per_weight)
+    return Flops(palm=products + attention, causal=products + attention / 2.0)
+
+
+def attention_flops(tower: nn.Module, *, width: int, seq_len: float) -> float:
+    """Return the FLOPs of a token in the attention of all blocks of a tower, forward and backward, without a mask.
+
+    Args:
+        tower: Tower on any device, unsharded.
+        width: H Q of a block.
+        seq_len: T.
+    """
+    num_blocks = len({_find_block(name) for name, _ in tower.named_parameters()} - {None})
+    return 12.0 * num_blocks * width * seq_len * _backward_share(tower, flops_per_weight(tower))
+
+
+def count_training(model: nn.Module, *inputs: Tensor) -> float:
+    """Return the FLOPs of the products that a forward and a backward pass call, for the gradients that are needed.
+
+    Args:
+        model: Model on the meta device that returns several outputs, None for some.
+        *inputs: Its inputs, likewise.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
+        sums = [output.sum() for output in model(*inputs) if output is not None and output.requires_grad]
+        if sums:
+            torch.autograd.grad(sums, trained, allow_unused=True)  # leaves no gradient behind
+    return float(counter.get_total_flops())
 
 
 def flops_per_weight(model: nn.Module) -> dict[Tensor, float]:

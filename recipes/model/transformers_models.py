@@ -1,4 +1,7 @@
-"""Check which causal language models of `transformers` are supported, and find their blocks."""
+"""Check which models of `transformers` are supported, and find their blocks.
+
+They are causal language models of any type, and models of images and text of two types.
+"""
 
 import copy
 import json
@@ -6,8 +9,8 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,24 +57,28 @@ COMPARED = frozenset(
         *("stablelm", "starcoder2"),
     }
 )
+# types of models with a tower of images and one of text (test_image_text.py)
+IMAGE_TEXT = ("clip", "siglip")
+CAUSAL = "a causal language model"  # what `model.name` is to name, in errors
+OF_IMAGES_AND_TEXT = "a CLIP or SigLIP model"
 # bidirectional encoders, even if transformers lists them as causal models
 _ENCODERS = ("bert", "electra", "ernie", "data2vec", "big_bird", "roformer", "xlm", "xlnet", "reformer", "xmod")
 # settings that name files, code and tokens, or that say how a model is loaded, trained and sampled
 _NOT_OF_WEIGHTS = {
     *("_name_or_path", "architectures", "auto_map", "transformers_version"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
-    *("dtype", "torch_dtype", "use_cache", "initializer_range", "chunk_size_feed_forward"),
+    *("dtype", "torch_dtype", "use_cache", "chunk_size_feed_forward"),
+    *("initializer_range", "initializer_factor", "logit_scale_init_value"),
     *("id2label", "label2id", "problem_type", "task_specific_params", "_attn_implementation", "attn_implementation"),
     *("output_attentions", "output_hidden_states", "return_dict", "pretraining_tp"),
     *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
     *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),  # heads of classifiers
 }
 _DROPS = re.compile(r"_pdrop|dropout")  # used in training only
-_FIX = "model.name=<folder or hub id of a causal language model>"
 _ROPE = "rope_parameters."
-_VALID = "model.name=<folder with a valid config.json of a causal language model>"
 _SIZES = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"}
 _SIZES |= {"head_dim", "max_position_embeddings", "n_embd", "n_head", "n_layer", "n_positions"}
+_SIZES |= {"image_size", "patch_size", "num_channels", "projection_dim", "projection_size"}  # of images and text
 # windows of attention, and what logits and frequencies are divided by
 _POSITIVE = re.compile(
     r"(^|_)(window|window_size|chunk_size)$|(?<!router_logit_)softcapping$|soft_cap$|logits_scaling$|scalar$"
@@ -86,8 +93,12 @@ _configs: dict[str, Any] = {}
 _said: set[str] = set()
 
 
-def load_config(name: str) -> Any:
+def load_config(name: str, *, wanted: str = CAUSAL) -> Any:
     """Return the configuration of a published model, cached per process.
+
+    Args:
+        name: Folder or hub name.
+        wanted: What it is to be of, for errors.
 
     Raises:
         ConfigError: The model does not exist, or transformers is not installed.
@@ -104,23 +115,42 @@ def load_config(name: str) -> Any:
     if is_folder and not os.path.lexists(Path(folder, "config.json")):
         raise missing_config(name, "model.name")
     if name not in _configs:
-        with reading_model(name):
+        with reading_model(name, wanted=wanted):
             _configs[name] = _read_published(folder if is_folder else name, f"model.name={name}")
     return copy.deepcopy(_configs[name])
 
 
-def reading_model(name: str) -> AbstractContextManager[None]:
+def reading_model(name: str, *, wanted: str = CAUSAL) -> AbstractContextManager[None]:
     """Report whatever transformers raises on a published config.json as one `ConfigError`, which says where it is."""
     folder = os.path.expanduser(name)
     if not os.path.isdir(folder):
-        return reading(name, f"model.name={name}", _FIX)
-    return reading(Path(folder, "config.json"), f"model.name={name}", _VALID)
+        return reading(name, f"model.name={name}", _type_model(wanted))
+    return reading(Path(folder, "config.json"), f"model.name={name}", _type_valid(wanted))
+
+
+def _type_model(wanted: str) -> str:
+    return f"model.name=<folder or hub id of {wanted}>"
+
+
+def _type_valid(wanted: str) -> str:
+    return f"model.name=<folder with a valid config.json of {wanted}>"
 
 
 def list_settings(config: Any) -> dict[str, Any]:
-    """Return the settings of a config.json that change what the weights compute, as plain values."""
+    """Return the settings of a config.json that change what the weights compute, as plain values.
+
+    Those of a tower have its name before theirs: `text_config.hidden_size`.
+    """
+    found = _list_all(config)
+    own = {key: key.rpartition(".")[2] for key in found}
+    return {key: value for key, value in found.items() if own[key] not in _NOT_OF_WEIGHTS and not _DROPS.search(key)}
+
+
+def _list_all(config: Any) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return {key: value for key, value in found.items() if key not in _NOT_OF_WEIGHTS and not _DROPS.search(key)}
+    for tower in list_towers(config):
+        found |= {f"{tower}.{key}": value for key, value in found.pop(tower).items()}
+    return found
 
 
 def check_settings(config: Any, folder: Path, *, name: str, pretrained: str) -> None:
@@ -144,9 +174,10 @@ def check_settings(config: Any, folder: Path, *, name: str, pretrained: str) -> 
     check_not_quantized(getattr(theirs, "quantization_config", None), typed)
     if config.model_type != theirs.model_type:
         reason = f"the weights are of a model of type {theirs.model_type}, and model.name is one of {config.model_type}"
+        is_possible = _is_causal(type(theirs)) if _is_causal(type(config)) else theirs.model_type in IMAGE_TEXT
         fix = (
             type_setting("model.name", pretrained)
-            if _is_causal(type(theirs))
+            if is_possible
             else f"model.pretrained=<weights of a {config.model_type}>"
         )
         raise ConfigError(f"model.name={name} {typed}", reason, fix)
@@ -164,11 +195,12 @@ def _is_possible(key: str, value: object) -> bool:
     """Return whether a setting has a value with which a model can be built, and computes numbers."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return True
-    if key in _SIZES or _POSITIVE.search(key):
+    own = key.rpartition(".")[2]  # of a setting of a tower
+    if own in _SIZES or _POSITIVE.search(key):
         return 0 < value < math.inf
     if _DROPS.search(key):
         return 0 <= value < 1
-    return math.isfinite(value) and not (value < 0 and (_EPSILON.search(key) or key.startswith(_COUNTS)))
+    return math.isfinite(value) and not (value < 0 and (_EPSILON.search(key) or own.startswith(_COUNTS)))
 
 
 def _flatten(settings: Mapping[str, Any], *, of: type, keeps_positions: bool = False) -> dict[str, Any]:
@@ -180,7 +212,8 @@ def _flatten(settings: Mapping[str, Any], *, of: type, keeps_positions: bool = F
         keeps_positions: Whether the number of positions is one of them where the scaling of rotary frequencies does
             not depend on it: other models have as many rows of weights.
     """
-    known = of().to_dict()  # all else is a note of the program that wrote the file
+    with without_remarks():  # about special tokens of a configuration that nobody has chosen
+        known = _list_all(of())  # all else is a note of the program that wrote the file
     flat = {key: value for key, value in settings.items() if key in known}
     rope = flat.pop("rope_parameters", None) or {}
     if not keeps_positions and rope.get("rope_type", "default") == "default":
@@ -235,16 +268,39 @@ def _show(value: object) -> str:
     return json.dumps(value)[:_MAX_SHOWN]
 
 
+@contextmanager
+def without_remarks() -> Iterator[None]:
+    """Keep transformers from printing what is found here, too, such as a table of tensors that do not fit."""
+    from transformers.utils import logging as of_transformers
+
+    level = of_transformers.get_verbosity()
+    of_transformers.set_verbosity_error()
+    try:
+        yield
+    finally:
+        of_transformers.set_verbosity(level)
+
+
+def find_class(config: Any) -> Any:
+    """Return the class of transformers that builds and loads models with a configuration."""
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    return AutoModel if config.model_type in IMAGE_TEXT else AutoModelForCausalLM
+
+
 def make_model(config: Any) -> Any:
-    """Build a causal language model from a configuration, on the current device in the default dtype."""
-    from transformers import AutoModelForCausalLM
-
+    """Build a model from a configuration, on the current device in the default dtype."""
     with without_warnings_of_torchao():
-        return AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False)
+        return find_class(config).from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False)
 
 
-def make_published(config: Any, *, name: str) -> Any:
+def make_published(config: Any, *, name: str, wanted: str = CAUSAL) -> Any:
     """Build a model as its config.json describes it, as `make_model` does.
+
+    Args:
+        config: Configuration of the model.
+        name: Folder or hub name that it is from.
+        wanted: What it is to be of, for errors.
 
     Raises:
         ConfigError: transformers does not know one of the names in it, such as that of an activation.
@@ -257,7 +313,7 @@ def make_published(config: Any, *, name: str) -> Any:
         if unknown is None:
             raise
         reason = f"its config.json has {unknown}={_show(flat[unknown])}, which transformers does not know"
-        raise ConfigError(f"model.name={name}", reason, _VALID) from error
+        raise ConfigError(f"model.name={name}", reason, _type_valid(wanted)) from error
 
 
 def make_model_on_meta(config: Any) -> Any:
@@ -332,23 +388,11 @@ def check_kind(config: Any, *, name: str) -> None:
         ConfigError: It is one of them.
     """
     typed, kind = f"model.name={name}", config.model_type
-    flat = _flatten(list_settings(config), of=type(config), keeps_positions=True)
-    flat |= {key: value for key, value in config.to_dict().items() if _DROPS.search(key)}
-    if flat.get("use_sliding_window") is False:
-        flat.pop("sliding_window", None)  # not read, and 0 by default in some architectures
-    wrong = next((key for key, value in flat.items() if not _is_possible(key, value)), None)
-    if wrong is not None:
-        reason = f"its config.json has {wrong}={_show(flat[wrong])}, which no model can have"
-        raise ConfigError(typed, reason, _VALID)
+    _check_values(config, typed, wanted=CAUSAL)
     read, num_experts = getattr(config, "num_experts_per_tok", None) or 0, count_experts(config)
     if num_experts and read > num_experts:
         reason = f"its config.json has num_experts_per_tok={read}, more than its {num_experts} experts"
-        raise ConfigError(typed, reason, _VALID)
-    num_layers = getattr(config, "num_hidden_layers", 1)
-    if num_layers > _MAX_LAYERS:
-        reason = f"its config.json has {num_layers:,} layers, of which {_MAX_LAYERS:,} are the most"
-        raise ConfigError(typed, reason, "model.name=<a model with fewer>")
-    check_not_quantized(getattr(config, "quantization_config", None), typed)
+        raise ConfigError(typed, reason, _type_valid(CAUSAL))
     if config.get_text_config() is not config:
         raise ConfigError(typed, f"a model of type {kind} reads more than text", "model.name=<its text model>")
     is_encoder = kind not in COMPARED and any(part in kind for part in _ENCODERS)
@@ -356,10 +400,65 @@ def check_kind(config: Any, *, name: str) -> None:
         reason = f"a model of type {kind} is an encoder, in which a token sees those after it"
         if getattr(config, "is_encoder_decoder", False):
             reason = f"a model of type {kind} has an encoder of another input before its decoder"
-        raise ConfigError(typed, reason, "model.name=<a causal language model>")
+        raise ConfigError(typed, reason, _type_model(CAUSAL))
     if not _is_causal(type(config)):
         reason = f"a model of type {kind} is no causal language model, which predicts the next token"
-        raise ConfigError(typed, reason, _FIX)
+        raise ConfigError(typed, reason, _type_model(CAUSAL))
+
+
+def _check_values(config: Any, typed: str, *, wanted: str) -> None:
+    """Reject models that are quantized or have too many layers, and settings that no model can have.
+
+    Raises:
+        ConfigError: It is one of them.
+    """
+    flat = _flatten(list_settings(config), of=type(config), keeps_positions=True)
+    flat |= {key: value for key, value in _list_all(config).items() if _DROPS.search(key)}
+    if flat.get("use_sliding_window") is False:
+        flat.pop("sliding_window", None)  # not read, and 0 by default in some architectures
+    wrong = next((key for key, value in flat.items() if not _is_possible(key, value)), None)
+    if wrong is not None:
+        reason = f"its config.json has {wrong}={_show(flat[wrong])}, which no model can have"
+        raise ConfigError(typed, reason, _type_valid(wanted))
+    num_layers = max(getattr(each, "num_hidden_layers", 1) for each in (config, *list_towers(config).values()))
+    if num_layers > _MAX_LAYERS:
+        reason = f"its config.json has {num_layers:,} layers, of which {_MAX_LAYERS:,} are the most"
+        raise ConfigError(typed, reason, "model.name=<a model with fewer>")
+    check_not_quantized(getattr(config, "quantization_config", None), typed)
+
+
+def list_towers(config: Any) -> dict[str, Any]:
+    """Return the configurations of the towers of a model by name; empty for a language model."""
+    return {tower: getattr(config, tower) for tower in config.sub_configs}
+
+
+def check_image_text(config: Any, *, name: str) -> None:
+    """Reject models that are not of images and text, that are quantized, or whose features cannot be compared.
+
+    Raises:
+        ConfigError: It is one of them.
+    """
+    typed, kind = f"model.name={name}", config.model_type
+    if kind not in IMAGE_TEXT:
+        reason = f"a model of type {kind} is neither of type {' nor '.join(IMAGE_TEXT)}"
+        raise ConfigError(typed, reason, _type_model(OF_IMAGES_AND_TEXT))
+    _check_values(config, typed, wanted=OF_IMAGES_AND_TEXT)
+    images, text = config.vision_config, config.text_config
+    for key in ("image_size", "patch_size"):
+        if not isinstance(getattr(images, key), int):
+            reason = f"its config.json has vision_config.{key}={_show(getattr(images, key))}, which is not one number"
+            raise ConfigError(typed, reason, _type_valid(OF_IMAGES_AND_TEXT))
+    if images.patch_size > images.image_size:
+        reason = f"its images have {images.image_size} pixels a side, and a patch {images.patch_size}"
+        raise ConfigError(typed, reason, _type_valid(OF_IMAGES_AND_TEXT))
+    if kind != "siglip":
+        return
+    if not images.vision_use_head:
+        reason = "its config.json has vision_config.vision_use_head=false, without which an image has no features"
+        raise ConfigError(typed, reason, _type_valid(OF_IMAGES_AND_TEXT))
+    if text.projection_size != images.hidden_size:
+        reason = f"its captions have {text.projection_size} features, and its images {images.hidden_size}"
+        raise ConfigError(typed, reason, _type_valid(OF_IMAGES_AND_TEXT))
 
 
 def count_experts(config: Any) -> int:

@@ -171,6 +171,7 @@ def load_published(model: nn.Module, pretrained: str, *, seed: int = 0) -> None:
 
     load: dict[str, Callable[[Any, str], None]] = {
         "huggingface": huggingface.load_pretrained,
+        "image_tower": functools.partial(timm_folder.load_tower, seed=seed),
         "timm": functools.partial(timm_folder.load_pretrained, seed=seed),
         "torchvision": torchvision.load_pretrained,
     }

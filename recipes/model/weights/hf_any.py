@@ -12,7 +12,8 @@ from torch import Tensor
 
 from recipes.errors import ConfigError
 from recipes.foreign_file import reading
-from recipes.model.init import fill, named_parameters
+from recipes.model.init import fill, named_parameters, unsharded_shape
+from recipes.model.transformers_models import IMAGE_TEXT, find_class, make_model_on_meta, without_remarks
 from recipes.model.weights.files import (
     PublishedWeights,
     check_head,
@@ -47,7 +48,8 @@ def load_weights(inner: Any, name_or_folder: str, *, key: str) -> None:
         ConfigError: The weights are missing or belong to a different model.
     """
     folder = locate(name_or_folder)
-    check_head(folder, f"{key}={name_or_folder}")
+    if inner.config.model_type not in IMAGE_TEXT:
+        check_head(folder, f"{key}={name_or_folder}")
     wanted = _tensors(inner)
     prefix = f"{inner.base_model_prefix}."
     with open_weights(folder) as weights:
@@ -63,7 +65,7 @@ def load_weights(inner: Any, name_or_folder: str, *, key: str) -> None:
             if not _is_ignored(inner, name):  # transformers would take quantized ones and NaN for weights
                 weights.read(name, like=likes.get(name))
     missing = [name for name in wanted if name not in found]
-    converted = _tensors(_load_converted(folder, name_or_folder))
+    converted = _tensors(_load_converted(inner, folder, name_or_folder))
     # a head that is tied to the embedding is none of its tensors, unless the file holds other values for it
     for lines, others in (("it has no", {*wanted} - {*converted}), ("it also has", {*converted} - {*wanted})):
         if others:
@@ -85,7 +87,9 @@ def _tensors(inner: Any) -> dict[str, Tensor]:
 
 
 def _set(tensor: Tensor, values: Tensor, name: str, published: str) -> None:
-    shape = getattr(tensor, "ds_shape", tensor.shape)
+    shape = unsharded_shape(tensor)
+    if not values.dim() and shape == (1,):  # see `save_weights`
+        values = values[None]
     if values.shape != shape:
         reason = f"its {name} has the shape {tuple(values.shape)}, and its config.json describes {tuple(shape)}"
         raise ConfigError(f"model.pretrained={published}", reason, _FITTING)
@@ -109,6 +113,7 @@ def _check_rest(inner: Any, weights: PublishedWeights, found: dict[str, str], pu
 def _is_ignored(inner: Any, name: str) -> bool:
     """Return whether transformers, too, does without a tensor of a file: saved masks, frequencies, further heads."""
     ignored = [*(inner._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"attn\.(masked_)?bias$"]
+    ignored.append(r"embeddings\.position_ids$")
     return any(re.search(pattern, name) for pattern in ignored)
 
 
@@ -116,14 +121,12 @@ def _list(names: Collection[str]) -> str:
     return min(names) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _load_converted(folder: Path, name: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
+def _load_converted(inner: Any, folder: Path, name: str) -> Any:
     setting = f"model.pretrained={name}"
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False, **CHECKED_AFTERWARDS}
     options["attn_implementation"] = "eager"  # config.json may name one of a package that is not installed
-    with without_progress_bars(), without_load_report(), reading(folder, setting, copy_of(setting)):
-        whole, report = AutoModelForCausalLM.from_pretrained(str(folder), **options)
+    with without_progress_bars(), without_remarks(), reading(folder, setting, copy_of(setting)):
+        whole, report = find_class(inner.config).from_pretrained(str(folder), **options)
     check_loaded(report, setting, fitting=_FITTING)
     return whole
 
@@ -153,19 +156,6 @@ def check_loaded(report: Mapping[str, Collection[Any]], setting: str, *, fitting
 
 
 @contextmanager
-def without_load_report() -> Iterator[None]:
-    """Keep transformers from printing a table of tensors that do not fit, which `check_loaded` reports in one line."""
-    from transformers.utils import logging as of_transformers
-
-    level = of_transformers.get_verbosity()
-    of_transformers.set_verbosity_error()
-    try:
-        yield
-    finally:
-        of_transformers.set_verbosity(level)
-
-
-@contextmanager
 def without_progress_bars() -> Iterator[None]:
     """Keep transformers from drawing progress bars, which a log file would hold line by line."""
     from transformers.utils import logging as of_transformers
@@ -182,6 +172,8 @@ def without_progress_bars() -> Iterator[None]:
 def save_weights(inner: Any, folder: Path) -> None:
     """Write weights and config in the format of `transformers`, then load them and compare them with the model.
 
+    Scalars, which are of shape [1] here because engines shard the first axis, are written as transformers has them.
+
     Args:
         inner: Unsharded model.
         folder: Created if necessary.
@@ -189,9 +181,14 @@ def save_weights(inner: Any, folder: Path) -> None:
     Raises:
         OSError: The files cannot be written, or differ when read back.
     """
+    theirs = make_model_on_meta(inner.config).state_dict()
+    own: dict[str, Tensor] = inner.state_dict()
+    scalars = {name for name, tensor in own.items() if tensor.dim() and not theirs[name].dim()}
+    as_theirs = {name: tensor[0] if name in scalars else tensor for name, tensor in own.items()} if scalars else None
     with without_progress_bars(), without_warning_of_deepspeed():
-        inner.save_pretrained(folder)
-    loaded = _tensors(_load_converted(folder, str(folder)))
+        inner.save_pretrained(folder, state_dict=as_theirs)
+    loaded = _tensors(_load_converted(inner, folder, str(folder)))
     for name, tensor in _tensors(inner).items():
-        if name not in loaded or not torch.equal(loaded[name].float(), tensor.detach().cpu().float()):
+        values = tensor[0] if name in scalars else tensor
+        if name not in loaded or not torch.equal(loaded[name].float(), values.detach().cpu().float()):
             raise OSError(f"{folder}: {name} reads back differently")

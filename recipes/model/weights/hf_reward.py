@@ -18,8 +18,9 @@ from recipes.adapter import is_adapter
 from recipes.errors import ConfigError, type_extra
 from recipes.files import filling, write_atomically
 from recipes.model.score import SCORE_WEIGHT
+from recipes.model.transformers_models import without_remarks
 from recipes.model.weights.files import WEIGHT_FILES
-from recipes.model.weights.hf_any import CHECKED_AFTERWARDS, without_load_report, without_progress_bars
+from recipes.model.weights.hf_any import CHECKED_AFTERWARDS, without_progress_bars
 from recipes.model.weights.huggingface import export_pretrained
 from recipes.model.weights.text_side import EXPORT_FILES
 from recipes.numerics.deepspeed_import import without_warning_of_deepspeed
@@ -76,7 +77,7 @@ def load_classifier(folder: Path, *, expected_missing: Collection[str]) -> Any:
         raise ConfigError("mode=export", reason, type_extra("huggingface")) from error
     classifier_class = _find_class(AutoConfig.from_pretrained(str(folder), trust_remote_code=False))
     options: dict[str, Any] = {"num_labels": 1, "dtype": "auto", "trust_remote_code": False, **CHECKED_AFTERWARDS}
-    with without_progress_bars(), without_load_report(), without_warnings_of_torchao():
+    with without_progress_bars(), without_remarks(), without_warnings_of_torchao():
         model, report = classifier_class.from_pretrained(str(folder), **options)
     missing, mismatched = {*report["missing_keys"]}, [*report["mismatched_keys"]]
     if missing != {*expected_missing} or mismatched:

@@ -17,6 +17,7 @@ from recipes.files import filling
 from recipes.foreign_file import reading
 from recipes.model.gpt2 import GPT2
 from recipes.model.huggingface import HuggingFace
+from recipes.model.image_text import TransformersImageText
 from recipes.model.init import fill, named_buffers, named_parameters
 from recipes.model.llama import Llama
 from recipes.model.moe import DeepSeekV3, MoeLlama
@@ -45,8 +46,10 @@ from recipes.model.weights.hf_format import FITTING_FOLDER, Entry, Format, HFCon
 from recipes.model.weights.hf_gpt2 import GPT2Format
 from recipes.model.weights.hf_llama import LlamaFormat
 from recipes.model.weights.hf_mixtral import MixtralFormat
-from recipes.model.weights.text_side import EXPORT_FILES, load_exported_tokenizer, writing_text_side
+from recipes.model.weights.text_side import EXPORT_FILES, end_texts, load_exported_tokenizer, writing_text_side
+from recipes.tokenizer import TOKENIZER_FILE
 
+_OF_TRANSFORMERS = (HuggingFace, TransformersImageText)
 _TIED_HEAD = "lm_head.weight"  # a copy of the embedding where the two are tied
 _BLOCK = re.compile(r"(?:^|\.)(?:h|layers)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -57,14 +60,14 @@ def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
     """Fill every parameter and buffer of `model` from published weights.
 
     Args:
-        model: GPT2, Llama or HuggingFace model on the device of the run, sharded or not.
+        model: Model on the device of the run, sharded or not: a GPT2, a Llama, or any of transformers.
         name_or_folder: Folder with config.json and weights, or a hub name.
 
     Raises:
         ValueError: config.json does not match the model (every difference is listed), or the weights are missing;
             nothing was loaded.
     """
-    if isinstance(model, HuggingFace):
+    if isinstance(model, _OF_TRANSFORMERS):
         name, is_other = str(name_or_folder), str(name_or_folder) != model.name
         if is_other:
             check_settings(model.inner.config, locate(name), name=model.name, pretrained=name)
@@ -89,7 +92,7 @@ def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
 
 def why_no_format(model: nn.Module) -> str | None:
     """Return why a model has no published form; None if transformers loads it."""
-    if isinstance(model, HuggingFace):
+    if isinstance(model, _OF_TRANSFORMERS):
         return None
     try:
         _format(model).config()
@@ -105,13 +108,13 @@ def export_pretrained(
     tokenizer_folder: str | Path | None = None,
     published: str | None = None,
 ) -> None:
-    """Write a folder that `transformers.AutoModelForCausalLM.from_pretrained` can load.
+    """Write a folder that `from_pretrained` of transformers can load.
 
     The files are read back before this returns: weights bit for bit, tokenizer, template and special ids by what they
     give. Vocabulary padding is not exported.
 
     Args:
-        model: Unsharded GPT2, Llama or HuggingFace model.
+        model: Unsharded model, as for `load_pretrained`.
         folder: Created if necessary; existing files with the same names are overwritten.
         tokenizer_folder: Source of the tokenizer; None: that of the published model, if there is one.
         published: Folder or hub name that the weights came from; None: that of the model, if it has one.
@@ -120,21 +123,23 @@ def export_pretrained(
         ConfigError: transformers does not load the tokenizer as it was in training.
         OSError: A file cannot be written, or differs when read back.
     """
-    published = published or (model.name if isinstance(model, HuggingFace) else getattr(model, "pretrained", None))
+    published = published or (model.name if isinstance(model, _OF_TRANSFORMERS) else getattr(model, "pretrained", None))
     tokenizer = None if tokenizer_folder is None else load_exported_tokenizer(Path(tokenizer_folder), published)
     # an adapter or settings of an earlier export would be read with this one
     with filling(Path(folder), owned=EXPORT_FILES) as target:
         _write_config(model, target)
         with writing_text_side(target, tokenizer=tokenizer, published=published):
-            if isinstance(model, HuggingFace):
+            if isinstance(model, _OF_TRANSFORMERS):
                 save_weights(model.inner, target)
             else:
                 _write_weights(model, target)
+        if isinstance(model, TransformersImageText) and (target / TOKENIZER_FILE).is_file():
+            end_texts(target)
 
 
 def _write_config(model: nn.Module, target: Path) -> None:
     """Write the config without the dtype, which is added with the weights."""
-    if isinstance(model, HuggingFace):
+    if isinstance(model, _OF_TRANSFORMERS):
         text = model.inner.config.to_json_string()
     else:
         text = json.dumps(_format(model).config())

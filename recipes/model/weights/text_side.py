@@ -62,6 +62,7 @@ _HARD_TEXT = (
     "return x**2 - 1234567.89"
     " don't I'LL we've <tag>&amp; a.b_c/d\\e \u00a0 10,000 ½ ✓ ''  \n \n"
 )
+_CAPTION = "a photo of 2 dogs"
 _MOST_SPELLED = 20_000  # vocabulary entries in the text that is compared: a fifth of a second
 
 
@@ -125,6 +126,30 @@ def writing_text_side(folder: Path, *, tokenizer: Tokenizer | None, published: s
         _log_start(tokenizer)
     yield
     _write_ids(folder, tokenizer, source)
+
+
+def end_texts(folder: Path) -> None:
+    """Let the tokenizer of an export end every text, where a model of captions reads it, as in training.
+
+    That of a language model does not: an end after a prompt would leave nothing to continue.
+
+    Raises:
+        OSError: transformers gives other ids.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    tokenizer, file = read_folder(folder), folder / TOKENIZER_FILE
+    backend: Any = Backend.from_file(str(file))
+    first, end = [*map(tokenizer.spell, tokenizer.first_tokens)], backend.id_to_token(tokenizer.end_of_text)
+    known = [(text, backend.token_to_id(text)) for text in {*first, end}]
+    backend.post_processor = TemplateProcessing(single=[*first, "$A", end], special_tokens=known)
+    write_atomically(file, backend.to_str(pretty=True))
+    expected = [*tokenizer.first_tokens, *tokenizer.encode(_CAPTION), tokenizer.end_of_text]
+    found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)(_CAPTION).input_ids
+    if found != expected:
+        raise OSError(f"{file}: transformers reads {_CAPTION!r} as {found}, not {expected}")
 
 
 def _write_ids(folder: Path, tokenizer: Tokenizer | None, source: Path | None) -> None:

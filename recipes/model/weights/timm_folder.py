@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.errors import ConfigError
+from recipes.model.dual_encoder import DualEncoder, naming_image_tower
 from recipes.model.timm_model import TimmModel, import_timm, make_timm
 from recipes.model.weights.any_module import list_weights
 from recipes.model.weights.files import (
@@ -81,6 +82,13 @@ def load_pretrained(model: TimmModel, place: str, *, seed: int) -> None:
         )
     if resized:
         log.info("timm has fitted tensors of %s to the model: %s", place, _list(resized))
+
+
+def load_tower(model: DualEncoder, place: str, *, seed: int) -> None:
+    """Fill the tower of images from published weights, and draw all else; arguments as for `load_pretrained`."""
+    with naming_image_tower():
+        load_pretrained(model.image, place, seed=seed)
+    model.init_beside_images(seed)
 
 
 def why_no_folder(model: nn.Module) -> str | None:

@@ -26,9 +26,11 @@ NUM_PARAMETERS = {  # without vocabulary padding
     "resnet18": 11_172_810,
     "resnet50": 25_557_032,
     "timm": 25_557_032,  # its resnet50
+    # the ViT-S/16 of timm without its head, 6 blocks of GPT-2 with their embeddings and norm, projections and scale
+    "dual_encoder": 21_665_664 + (50_304 + 77) * 384 + 6 * 1_774_464 + 768 + 2 * 384 * 256 + 1,
     "mlp": 74_242,  # of 30 inputs and 2 classes
 }
-OF_NUMBERS: dict[str, dict[str, object]] = {"resnet18": {}, "resnet50": {}, "timm": {}}
+OF_NUMBERS: dict[str, dict[str, object]] = {"resnet18": {}, "resnet50": {}, "timm": {}, "dual_encoder": {}}
 OF_NUMBERS["mlp"] = {"num_inputs": 30, "num_classes": 2}
 
 
@@ -46,7 +48,11 @@ def count(model: nn.Module) -> int:
 
 
 def test_every_option_is_counted_here() -> None:
-    by_name = {"huggingface", "of_module"}  # has as many as the model that is named, or that a module constructs
+    by_name = {
+        "huggingface",
+        "clip",
+        "of_module",
+    }  # has as many as the model that is named, or that a module constructs
     assert {file.stem for file in FOLDER.glob("*.yaml")} - by_name == set(NUM_PARAMETERS)
 
 
