@@ -1,6 +1,6 @@
 """Parameter groups: weight decay acts on matrices, never on biases and norms."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -10,6 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 from recipes.adapter import is_factor
 from recipes.errors import ConfigError
 from recipes.model.init import unsharded_shape, without_wrappers
+from recipes.parallel.placement import local
 
 
 @runtime_checkable
@@ -18,6 +19,14 @@ class NamesUndecayed(Protocol):
 
     def names_without_decay(self) -> Collection[str]:
         """Return the names of these parameters."""
+
+
+@runtime_checkable
+class BoundsParameters(Protocol):
+    """A model with parameters that stay within bounds, such as a scale of logits."""
+
+    def bounds(self) -> Mapping[str, tuple[float, float]]:
+        """Return the least and the largest value of these parameters, by name."""
 
 
 def decay_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
@@ -63,6 +72,37 @@ def find_decayed(model: nn.Module) -> set[nn.Parameter]:
         for name, parameter in model.named_parameters()
         if len(unsharded_shape(parameter)) >= 2 and not is_factor(name) and without_wrappers(name) not in named
     }
+
+
+def divide_bounded(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Give each trained parameter with bounds a group of its own, in place, where `hold_bounds` finds it.
+
+    Engines lay the parameters of a group end to end and cut them into shards: alone in its group, it is found again.
+    """
+    if not isinstance(model, BoundsParameters):
+        return
+    parameters = {without_wrappers(name): parameter for name, parameter in model.named_parameters()}
+    for name, bounds in model.bounds().items():
+        bounded = parameters.get(name)
+        if bounded is None or not bounded.requires_grad:
+            continue
+        group = next(each for each in optimizer.param_groups if any(bounded is other for other in each["params"]))
+        group["params"] = [other for other in group["params"] if other is not bounded]
+        optimizer.param_groups.append({**group, "params": [bounded], "group_name": name, "bounds": [*bounds]})
+
+
+def hold_bounds(optimizer: torch.optim.Optimizer) -> None:
+    """Clamp parameters with bounds after each step of an optimizer, as `divide_bounded` has left it."""
+    if any("bounds" in group for group in optimizer.param_groups):
+        optimizer.register_step_post_hook(_clamp)
+
+
+@torch.no_grad()
+def _clamp(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        if "bounds" in group:
+            for parameter in group["params"]:  # the flat shard of an engine may be padded with zeros
+                local(parameter).clamp_(*group["bounds"])
 
 
 def drop_unused_groups(optimizer: torch.optim.Optimizer, *, used: Sequence[bool]) -> None:

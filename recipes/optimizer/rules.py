@@ -17,7 +17,7 @@ from torch import nn
 from recipes.adapter import is_adapter
 from recipes.blocks import list_units, named_blocks
 from recipes.errors import ConfigError, type_setting
-from recipes.optimizer.param_groups import find_decayed
+from recipes.optimizer.param_groups import divide_bounded, find_decayed
 
 Entry = Mapping[str, Any]
 
@@ -315,6 +315,7 @@ def make_optimizer(
     rules = get_rules(model)
     if rules is not None:
         divide_groups(optimizer, model, rules)
+    divide_bounded(optimizer, model)
     return optimizer
 
 

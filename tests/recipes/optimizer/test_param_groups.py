@@ -1,13 +1,18 @@
 """Weight decay acts on matrices only, and a tied matrix is decayed once."""
 
+import functools
+
 import pytest
 import torch
 from support import composed_config
+from torch import nn
 
 from recipes.config.instantiate import make_optimizer
 from recipes.model.gpt2 import GPT2
 from recipes.model.weights import initialize
-from recipes.optimizer.param_groups import decay_groups, drop_unused_groups
+from recipes.optimizer import rules
+from recipes.optimizer.adamw import adamw
+from recipes.optimizer.param_groups import decay_groups, drop_unused_groups, hold_bounds
 
 
 def small() -> GPT2:
@@ -71,3 +76,44 @@ def test_an_optimizer_instantiated_from_its_config_takes_a_step(option: str) -> 
     assert optimizer.param_groups[0]["lr"] == config["optimizer"]["lr"]
     moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
     assert any(moved)
+
+
+class Scaled(nn.Module):
+    """A matrix, a vector, and a scale with bounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.gain = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3))
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def bounds(self) -> dict[str, tuple[float, float]]:
+        return {"scale": (0.0, 1.5)}
+
+
+def make_grouped(model: nn.Module) -> torch.optim.Optimizer:
+    construct = functools.partial(adamw, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.5)
+    return rules.make_optimizer(model, construct=construct)
+
+
+def test_a_parameter_with_bounds_has_a_group_of_its_own_and_stays_within_them() -> None:
+    model = Scaled()
+    rules.apply_rules(model, freeze=[], groups=[{"match": "^scale", "lr_scale": 10.0}], layer_decay=None)
+    optimizer = make_grouped(model)
+    [group] = [each for each in optimizer.param_groups if "bounds" in each]
+    assert (group["group_name"], group["params"], group["bounds"]) == ("scale", [model.scale], [0.0, 1.5])
+    assert (group["lr"], group["weight_decay"]) == (pytest.approx(1.0), 0.0)
+    assert sum(len(each["params"]) for each in optimizer.param_groups) == 3
+    hold_bounds(optimizer)
+    for gradient, expected in ((-1.0, 1.5), (-1.0, 1.5), (1.0, 0.5)):
+        model.weight.grad, model.gain.grad = torch.zeros(3, 3), torch.zeros(3)
+        optimizer.state.clear()  # a step of Adam is then as long as its rate
+        model.scale.grad = torch.full((1,), gradient)
+        optimizer.step()
+        assert model.scale.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_frozen_parameter_with_bounds_has_no_group() -> None:
+    model = Scaled()
+    model.scale.requires_grad_(False)
+    optimizer = make_grouped(model)
+    assert not any("bounds" in group for group in optimizer.param_groups)
