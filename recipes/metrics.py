@@ -105,6 +105,9 @@ class ValidationMetrics:
         split: Name of an additional validation set, logged as `val/<split>/…`; None: the validation split.
         sources: Names of the sources of a mixture, each logged as `val/<name>/loss`.
         group: Process group of ranks with different tokens, over which sums are reduced; None: all ranks.
+
+    Attributes:
+        prefix: What the names of its metrics begin with, `val/` or `val/<split>/`.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class ValidationMetrics:
         self._sources = sources
         self._by_source = Means(len(sources))
         self._measured = Means(len(loss.measures))
-        self._prefix = prefix
+        self.prefix = prefix
         self._names = list(every)
         self._reads_outputs = any("preds" in inspect.signature(metric.update).parameters for metric in every.values())
         # compute groups share one state between metrics whose states are equal after the first batch: if that batch is
@@ -136,7 +139,7 @@ class ValidationMetrics:
     def directions(self) -> dict[str, bool | None]:
         """What validation logs -> whether a higher value is better; None: that is not known."""
         of_metrics = {name: self._metrics[name].higher_is_better for name in self._names}
-        of_loss = {self._prefix + name: name in self._loss.higher_is_better for name in self._loss.measures}
+        of_loss = {self.prefix + name: name in self._loss.higher_is_better for name in self._loss.measures}
         return of_metrics | of_loss | {f"{_PREFIX}{name}/loss": False for name in self._sources}
 
     def reset(self) -> None:
@@ -205,7 +208,7 @@ class ValidationMetrics:
         offered = {"preds": preds, "target": target}
         for name, metric in self._metrics.items(keep_base=True):
             if "preds" in inspect.signature(metric.update).parameters and len(target):
-                key = f"metrics.{name.removeprefix(self._prefix)}"
+                key = f"metrics.{name.removeprefix(self.prefix)}"
                 try:
                     metric.clone().update(**metric._filter_kwargs(**offered))
                 except Exception as error:  # metrics raise many types for unsuitable input
@@ -229,7 +232,7 @@ class ValidationMetrics:
             by_source = self._by_source.compute().reshape(-1).tolist() if self._sources else []
             measured = self._measured.compute().reshape(-1).tolist() if self._loss.measures else []
         found = {name: float(values[name]) for name in self._names}
-        found |= {self._prefix + name: value for name, value in zip(self._loss.measures, measured, strict=True)}
+        found |= {self.prefix + name: value for name, value in zip(self._loss.measures, measured, strict=True)}
         if self._sources:
             losses = zip(self._sources, by_source, strict=True)
             found |= {f"val/{name}/loss": loss for name, loss in losses if not math.isnan(loss)}

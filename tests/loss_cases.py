@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from recipes.loss import Batch, Term
 from recipes.loss.cross_entropy import CrossEntropy
+from recipes.loss.image_text import Features, Pairs
 from recipes.model.flops import Flops
 from recipes.model.init import constant_, named_parameters, normal_
 from recipes.numerics.loss import IGNORE_INDEX
 from recipes.task.contrastive import Contrastive
+from recipes.task.image_text import ImageText
 from recipes.task.language_modeling import LanguageModeling
 
 NUM_OUTPUTS = 5
@@ -231,3 +233,100 @@ class ContrastingAtOnce(Contrastive):
             for weight, whole in zip(self.model.parameters(), self.at_once, strict=True)
             if weight.grad is not None and whole.abs().max() > 1e-6  # a bias before a batch norm has none
         ]
+
+
+class Captioned(MaskedImages):
+    """Random images with captions of random tokens, some of them repeated and every third pair filling up."""
+
+    sample_kind: ClassVar[str] = "images_and_text"
+
+    def __init__(self, *, num_samples: int) -> None:
+        super().__init__(num_samples=num_samples)
+        generator = torch.Generator().manual_seed(2)
+        self.number = torch.arange(num_samples) % (num_samples - 7)  # [N], the last ones have the captions of the first
+        tokens = torch.randint(1, 16, (num_samples, 6), generator=generator)
+        self.tokens = tokens[self.number]  # [N, T]
+        self.lengths = torch.randint(2, 7, (num_samples,), generator=generator)[self.number]
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {
+            "inputs": self.images[index],
+            "tokens": self.tokens[index],
+            "is_token": torch.arange(6) < self.lengths[index],
+            "caption": self.number[index],
+            "image": torch.tensor(index),
+            "targets": torch.where(self.classes[index] == IGNORE_INDEX, IGNORE_INDEX, 0),
+        }
+
+
+class TwoEncoders(nn.Module):
+    """Images [B, 1, 8, 8] and tokens [B, T] -> features, through dropout; a scale is soon at its limit."""
+
+    input_kind: ClassVar[str] = "images_and_text"
+    pretrained = None
+    vocab_size, max_seq_len = 16, 6
+
+    def __init__(self, *, num_classes: int, in_channels: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.images = Pixels(num_classes=num_classes, in_channels=in_channels)
+        self.embedding = nn.Embedding(16, 32)
+        self.text = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.out = nn.Linear(32, num_classes)
+        self.dropout = nn.Dropout(dropout)
+        self.logit_scale = nn.Parameter(torch.empty(1))
+        self.logit_bias = nn.Parameter(torch.empty(1))
+
+    def forward(self, images: Tensor, tokens: Tensor, is_token: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        hidden = (self.embedding(tokens) * is_token[..., None]).sum(dim=1)  # [B, W]
+        for block in self.text:
+            hidden = hidden + block(self.dropout(hidden.relu()))
+        return self.images(images), self.out(hidden), self.logit_scale * 1.0, self.logit_bias * 1.0
+
+    def named_blocks(self) -> dict[str, Any]:
+        return {"images.blocks": self.images.blocks, "text": self.text}
+
+    def bounds(self) -> dict[str, tuple[float, float]]:
+        return {"logit_scale": (0.995, 1.005)}
+
+    def init_weights(self, seed: int) -> None:
+        for name, parameter in named_parameters(self):
+            if name.startswith("logit"):
+                constant_(parameter, 1.0 if name == "logit_scale" else -1.0)
+            else:
+                normal_(parameter, name=name, seed=seed, std=0.1)
+
+    def init_buffers(self) -> None: ...
+
+
+class PairsAtOnce(ImageText):
+    """Also computes the gradient of the whole batch in one graph, with the dropout masks of the micro-batches."""
+
+    def before_window(self, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        state = torch.get_rng_state()
+        features = [self.outputs(batch) for batch in micro_batches]
+        joined = Features(
+            torch.cat([each.images for each in features]),
+            torch.cat([each.captions for each in features]),
+            features[0].log_scale,
+            features[0].bias,
+        )
+        pairs = [self.loss.pairs(batch) for batch in micro_batches]
+        every = Pairs(*(torch.cat(parts) for parts in zip(*pairs, strict=True)))
+        mean = self.loss.compare(joined, joined, every, first=0)[:, 0].sum() / every.carries.sum()
+        self.at_once = dict(
+            zip(
+                [name for name, _ in self.model.named_parameters()],
+                torch.autograd.grad(mean, [*self.model.parameters()], allow_unused=True),
+                strict=True,
+            )
+        )
+        torch.set_rng_state(state)
+        return super().before_window(micro_batches)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        whole = {name: gradient for name, gradient in self.at_once.items() if gradient is not None}
+        self.differences = {
+            name: (parameter.grad - whole[name]).abs().max().item() / whole[name].abs().max().item()
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None and name in whole and whole[name].abs().max() > 1e-6
+        }

@@ -34,6 +34,7 @@ from recipes.numerics.collectives import average_over_ranks
 from recipes.numerics.ema import average_weights
 from recipes.numerics.loss import sum_by_source, token_losses
 from recipes.optimizer import hold_averages
+from recipes.optimizer.param_groups import hold_bounds
 from recipes.scheduler import Plateau
 from recipes.task.frozen import FrozenModel, naming
 from recipes.task.resumable import OnEngine, Resumable
@@ -144,8 +145,13 @@ class Validated(OnEngine):
         found: dict[str, float] = {}
         for metrics in (self.val_metrics, *self.eval_metrics):
             found |= metrics.compute()
+        found |= self.further_measures()
         self.log_dict(found)
         self.validated(found)
+
+    def further_measures(self) -> Mapping[str, float]:
+        """Return what the validation that ends has found beside losses and metrics, the same on all ranks."""
+        return {}
 
     def validated(self, found: Mapping[str, float]) -> None:
         """Take in what a validation has found, the same on all ranks."""
@@ -182,6 +188,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         frozen_models: These models while the run trains, in eval mode. They are no modules of the task, so that nothing
             that reads its parameters has them: optimizer, gradient norm, checkpoints, snapshots and averages.
         check_room: Raises if a model without storage cannot fit; called before it is allocated.
+        num_forward_passes: Forward passes over each micro-batch of a step.
         training_measures: What terms that the task adds to those of the loss are logged as -> their counts.
         recipes_row: Metrics of the current step, including those that callbacks add; logged at the end of the step.
     """
@@ -191,6 +198,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
     is_causal: ClassVar[bool] = False
     supports: ClassVar[frozenset[str]] = frozenset({"export"})
     frozen_sections: ClassVar[tuple[str, ...]] = ()
+    num_forward_passes: ClassVar[int] = 1
     training_measures: ClassVar[Mapping[str, str]] = {}
     model: nn.Module
 
@@ -351,6 +359,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         self.remember_optimizer(optimizer)
         optimizer = self.engine.prepare_optimizer(optimizer)
         self.remember_hyperparameters(optimizer)
+        hold_bounds(optimizer)  # before the average, which is of the weights that are kept
         if self._ema_decay is not None:
             average_weights(optimizer, decay=self._ema_decay, step=lambda: self.trainer.global_step)
         # a partial function, since the state of any other object would be in the checkpoint

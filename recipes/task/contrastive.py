@@ -4,11 +4,10 @@ Shapes: B images of a micro-batch, n of a rank in a step, N of the global batch 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from recipes.errors import ConfigError
@@ -16,26 +15,21 @@ from recipes.lightning_internals import get_data
 from recipes.loss import Term
 from recipes.loss.nt_xent import COMPARED, GRADIENT, UNIFORMITY, NTXent, find_uniformity
 from recipes.model.flops import Flops
-from recipes.task.base import Batch, TrainingTask
+from recipes.task.base import Batch
 from recipes.task.supervised import arrange
+from recipes.task.two_passes import TwoPasses, drawing_again
 
-_RANDOM, _RANDOM_OF_DEVICE = "random_state", "random_state_of_device"  # keys of a compared batch
 
-
-class Contrastive(TrainingTask):
+class Contrastive(TwoPasses):
     """Trains a model with a projection in the place of its classifier on two views of each image.
 
-    The loss of an image depends on all others of the global batch. So each step has two passes: one without gradients
-    over all micro-batches, which finds the projections of all ranks, the loss and its gradient with respect to each
-    projection; and the usual one, whose micro-batches are trained on the sum of projections times these gradients. That
-    is the gradient of the whole batch, for every split and engine, for a third more time. Both passes draw the same
-    dropout masks; statistics of batch norm are those of a micro-batch in both, and the first leaves none behind.
+    The loss of an image depends on all others of the global batch, so each step has two passes.
 
     Args:
         hidden_size: Hidden units of the projection.
         projection_size: Numbers that it returns, F.
         channels_last: As of `Supervised`.
-        **settings: Arguments of `TrainingTask`.
+        **settings: Arguments of `TwoPasses`.
 
     Attributes:
         attaches: What is added to the model, see `recipes.config.instantiate.make_model`.
@@ -65,7 +59,7 @@ class Contrastive(TrainingTask):
     @override
     def outputs(self, batch: Batch) -> Tensor:
         views = batch["inputs"].flatten(0, 1)  # [2 B, C, H, W]
-        with _drawing_again(batch):
+        with drawing_again(batch):
             projected: Tensor = self.model(arrange(views, self._channels_last))  # [2 B, F], compute dtype
         return projected.view(-1, self.num_views, projected.shape[-1])
 
@@ -85,29 +79,17 @@ class Contrastive(TrainingTask):
             reason = f"a sample has inputs {shape}, and [2, …] are the two views that are compared"
             raise ConfigError("data=… task=contrastive", reason, "data=image_folder transform=simclr")
 
-    # The first pass of a step.
-
     @override
-    def before_window(self, micro_batches: list[Batch]) -> list[Batch]:
-        """Add the gradient of the global batch's loss to each micro-batch, and what it is to be drawn with."""
-        states: list[dict[str, Tensor]] = []
-        projections: list[Tensor] = []
-        with torch.no_grad(), _keeping_buffers(self.model):
-            for batch in micro_batches:
-                states.append(_get_random_states(self.device))
-                projections.append(self.outputs(batch).float())
+    def compare_window(self, micro_batches: Sequence[Batch], features: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         carries = torch.cat([self.loss.carries(batch) for batch in micro_batches])  # [n]
-        own = torch.cat(projections).requires_grad_()  # [n, 2, F]
+        own = torch.cat([each.float() for each in features]).requires_grad_()  # [n, 2, F]
         with torch.enable_grad():
             compared = self._compare(own, carries)  # [n, 5]
             [gradient] = torch.autograd.grad(compared[:, 0].sum(), own)  # [n, 2, F]
         uniformity = self._find_uniformity(compared)
-        sizes = [len(each) for each in projections]
-        parts = zip(micro_batches, compared.detach().split(sizes), gradient.split(sizes), states, strict=True)
-        return [
-            {**batch, COMPARED: found, GRADIENT: of_batch, UNIFORMITY: uniformity, **state}
-            for batch, found, of_batch, state in parts
-        ]
+        sizes = [len(each) for each in features]
+        parts = zip(compared.detach().split(sizes), gradient.split(sizes), strict=True)
+        return [{COMPARED: found, GRADIENT: of_batch, UNIFORMITY: uniformity} for found, of_batch in parts]
 
     def _compare(self, own: Tensor, carries: Tensor) -> Tensor:
         """Compare the images of this rank with those of all ranks, [n, 5]. Collective.
@@ -170,32 +152,3 @@ class Contrastive(TrainingTask):
     @override
     def recipes_forward_on_meta(self, batch: Batch) -> Tensor:
         return super().recipes_forward_on_meta({**batch, "inputs": batch["inputs"].flatten(0, 1)})
-
-
-@contextmanager
-def _keeping_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers afterwards, such as running statistics, which a training step is to update once."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    yield
-    for buffer, values in before:
-        buffer.copy_(values)
-
-
-def _get_random_states(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of the generators from which a forward pass draws."""
-    states = {_RANDOM: torch.get_rng_state()}
-    return states | ({_RANDOM_OF_DEVICE: torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
-
-
-@contextmanager
-def _drawing_again(batch: Batch) -> Iterator[None]:
-    """Draw what the first pass drew for this micro-batch; nothing of others."""
-    if _RANDOM not in batch:
-        yield
-        return
-    device = batch["inputs"].device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.set_rng_state(batch[_RANDOM].cpu())  # a dump of the step has been on the device
-        if _RANDOM_OF_DEVICE in batch:
-            torch.cuda.set_rng_state(batch[_RANDOM_OF_DEVICE].cpu(), device)
-        yield

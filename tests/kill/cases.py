@@ -128,6 +128,28 @@ def get_image_files(folder: Path) -> list[str]:
     return [*kept, *_FILES, f"data.path={folder / 'photos'}", "model.in_channels=3"]
 
 
+def get_captioned(folder: Path) -> list[str]:
+    """Return the overrides of a run on images with two captions each, of which one is drawn; dropout in both passes."""
+    from PIL import Image
+
+    rows = []
+    (folder / "pictures").mkdir(exist_ok=True)
+    for place in range(300):
+        file = folder / "pictures" / f"{place}.png"
+        Image.frombytes("RGB", (8, 8), random.Random(place).randbytes(192)).save(file)
+        rows.append({"image": str(file), "caption": [f"picture {place}", f"no {place % 40} of all"]})
+    table = folder / "pictures.jsonl"
+    table.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    kept = [each for each in IMAGES if not each.startswith(("data.", "model", "~callbacks.sample_text"))]
+    return [
+        *("model=dual_encoder", "model.image_name=vit_tiny_patch16_224", "model.image_size=8", "model.in_channels=3"),
+        "model.image_arguments={patch_size: 4, embed_dim: 16, depth: 2, num_heads: 2, proj_drop_rate: 0.1}",
+        *("tokenizer=bytes", "model.vocab_size=257", "model.max_seq_len=16", "model.hidden_size=16"),
+        *("model.num_layers=1", "model.num_heads=2", "model.projection_size=8", "model.dropout=0.1"),
+        *("data=image_text", f"data.path={table}", "transform.scale=[0.5,1.0]", *kept),
+    ]
+
+
 # a hash: what is sampled once another way changes all that follows
 _REWARD = """
 import zlib

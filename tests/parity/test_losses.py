@@ -1,5 +1,6 @@
 """Every loss has one curve, whatever the engine and the split: with gaps in the targets, and with two denominators."""
 
+import math
 from typing import Any
 
 import pytest
@@ -65,6 +66,32 @@ def of_views(strategy: str, *, accumulate: int, world_size: int) -> dict[str, An
     }
 
 
+def of_captions(strategy: str, *, accumulate: int, world_size: int, loss: str) -> dict[str, Any]:
+    """Return the experiment with a loss that compares images with the captions of the global batch."""
+    made = of_views(strategy, accumulate=accumulate, world_size=world_size)
+    changed = {
+        "model._target_=loss_cases.Pixels": "model._target_=loss_cases.TwoEncoders",
+        "task=contrastive": "task=image_text",
+    }
+    overrides = [changed.get(each, each) for each in made["overrides"] if not each.startswith("task.")]
+    unread = ("num_classes", "in_channels", "image_size", "random_crop_padding", "random_horizontal_flip", "targets")
+    overrides += ["data._target_=loss_cases.Captioned", *(f"~data.{setting}" for setting in unread), f"loss={loss}"]
+    return {"overrides": overrides, "data": {"_target_": "loss_cases.Captioned", "num_samples": 50}}
+
+
+def of_towers(strategy: str, *, accumulate: int, world_size: int) -> dict[str, Any]:
+    """Return the experiment with a tower of timm and one of text, trained as CLIP."""
+    made = of_captions(strategy, accumulate=accumulate, world_size=world_size, loss="clip")
+    kept = [each for each in made["overrides"] if not each.startswith(("model", "~model", "data", "~data"))]
+    towers = [
+        *("model=dual_encoder", "model.image_name=vit_tiny_patch16_224", "model.image_size=8", "model.in_channels=1"),
+        "model.image_arguments={patch_size: 4, embed_dim: 32, depth: 2, num_heads: 2}",
+        *("data=words", "model.vocab_size=257", "model.max_seq_len=6", "model.hidden_size=32", "model.num_layers=2"),
+        *("model.num_heads=2", "model.projection_size=8"),
+    ]
+    return made | {"overrides": [*towers, *kept, "optimizer.lr=1e-3"]}
+
+
 def of_tokens(strategy: str, *, accumulate: int, world_size: int, model: str = "gpt2") -> dict[str, Any]:
     """Return the experiment of the parity tests with a loss of two denominators."""
     made = case(model, strategy=ENGINES[strategy], precision="32-true", accumulate=accumulate, world_size=world_size)
@@ -82,6 +109,9 @@ def make_cases(strategies: list[str], *, splits: tuple[int, ...], world_size: in
             found[f"two counts, {strategy} x{accumulate}"] = of_tokens(strategy, **split)
             found[f"centered, {strategy} x{accumulate}"] = with_center(strategy, **split)
             found[f"views, {strategy} x{accumulate}"] = of_views(strategy, **split)
+            for loss in ("clip", "siglip"):
+                found[f"{loss}, {strategy} x{accumulate}"] = of_captions(strategy, **split, loss=loss)
+            found[f"towers, {strategy} x{accumulate}"] = of_towers(strategy, **split)
     return found
 
 
@@ -89,7 +119,10 @@ REFERENCES = make_cases(["single"], splits=(1,), world_size=1)
 REFERENCES["contrast, single x1"] = with_contrast("single", world_size=1)
 ON_ONE = shortened(
     make_cases(["single"], splits=(2, 4), world_size=1),
-    *(f"{loss}, single x4" for loss in ("bce", "mse", "cross_entropy", "weighted", "two counts", "centered", "views")),
+    *(
+        f"{loss}, single x4"
+        for loss in ("bce", "mse", "cross_entropy", "weighted", "two counts", "centered", "views", "clip")
+    ),
 )
 # an image model has no sequence, and is given whole to each pipeline stage
 STAGED = {
@@ -113,6 +146,8 @@ RANKS = shortened(
     *("two counts, ddp x2", "two counts, ZeRO-3 x2", "two counts, cp2, fsdp x1", "two counts, pp2 x2"),
     *("centered, ddp x2", "centered, fsdp x2", "centered, ZeRO-3 x2", "centered, pp2 x2"),
     *("views, ddp x2", "views, fsdp x1", "views, ZeRO-2 x2", "views, ZeRO-3 x4"),
+    *("clip, ddp x2", "clip, fsdp x2", "clip, ZeRO-2 x2", "clip, ZeRO-3 x1", "siglip, fsdp x1", "siglip, ZeRO-2 x4"),
+    *("towers, ddp x2", "towers, fsdp x1", "towers, ZeRO-3 x2"),
 )
 
 
@@ -151,6 +186,11 @@ def test_the_curve_is_that_of_one_large_batch_on_one_device(results: dict[str, A
         if "views" in name:  # what is logged beside it is of the global batch, too
             for key in ("pretext_accuracy", "alignment", "uniformity"):
                 assert rows[-1][f"train/{key}"] == pytest.approx(expected[-1][f"train/{key}"], rel=1e-5), (name, key)
+        if "clip" in name:
+            scales = [row["train/logit_scale"] for row in rows]
+            assert min(scales) == pytest.approx(math.exp(0.995)), name  # the limit, which it would pass
+            for key in ("image_to_caption_accuracy", "caption_to_image_accuracy", "repeated_captions"):
+                assert rows[-1][f"train/{key}"] == pytest.approx(expected[-1][f"train/{key}"]), (name, key)
         if "two counts" in name:  # a second quantity is logged beside the loss
             for row in rows:
                 assert 0 < 0.05 * row["train/even_square"] < row["train/loss"], name
