@@ -9,6 +9,8 @@ A callback declares its metadata on its class, so that loggers and the report ne
 * `summary_fields`: fields that it adds to summary.json, with their initial values. Its `summary()` method returns the
   current values. Fields in `summed_fields` are summed over all callbacks that report them.
 * `events`: kinds of events that it logs and how readers treat them; see `events.EventKind`.
+* `validation_metrics`: names, without `val/`, of the metrics that it logs after a validation. With `validates_with`,
+  the name of an argument, it logs none while that is None; with `input_kind`, it needs a task for such samples.
 * `Annotated[int, ">= 1"]` on an argument of `__init__`: its valid range, which the config check reads from source.
 """
 
@@ -41,10 +43,12 @@ if TYPE_CHECKING:
     from .report.callback import RunReport as RunReport
     from .report.compare.page import write_comparison as write_comparison
     from .report.page import write_report as write_report
+    from .retrieval_report import RetrievalReport as RetrievalReport
     from .sample_text import SampleText as SampleText
     from .step_profiler import StepProfiler as StepProfiler
     from .stop_at_nan import StopAtNan as StopAtNan
     from .throughput.callback import SpeedMonitor as SpeedMonitor
+    from .zero_shot import ZeroShot as ZeroShot
 
 
 @cache

@@ -148,7 +148,7 @@ class ClassReport(Callback):
                     "loss": mistake.loss,
                     "target": mistake.target,
                     "predicted": mistake.predicted,
-                    "image": None if mistake.image is None else _encode(mistake.image),
+                    "image": None if mistake.image is None else encode_image(mistake.image),
                 }
                 for mistake in mistakes
             ],
@@ -163,16 +163,22 @@ def _get_image(sample: Tensor) -> Tensor | None:
     """Return an image [C, H, W] as [C, h, w] uint8, of at most 96 pixels a side, scaled to its own range."""
     if sample.ndim != 3 or len(sample) not in (1, 3):
         return None
-    image = sample.detach().float()
-    factor = _LARGEST / max(image.shape[1:])
-    if factor < 1:
-        size = [max(round(factor * side), 1) for side in image.shape[1:]]
-        image = F.interpolate(image[None], size=size, mode="bilinear", antialias=True)[0]
+    image = _shrink(sample.detach().float())
     low, high = image.amin(), image.amax()
     return (255 * (image - low) / (high - low).clamp(min=1e-12)).round().to(torch.uint8).cpu()
 
 
-def _encode(image: Tensor) -> str:
-    """Return an image [C, h, w] uint8 as base64 of a PNG."""
-    rows = image.permute(1, 2, 0).flatten(1)  # [h, w C]
-    return encode_png([bytes(row) for row in rows.tolist()], num_channels=len(image))
+def _shrink(image: Tensor) -> Tensor:
+    """Return an image [C, H, W] float with at most 96 pixels a side."""
+    factor = _LARGEST / max(image.shape[1:])
+    if factor >= 1:
+        return image
+    size = [max(round(factor * side), 1) for side in image.shape[1:]]
+    return F.interpolate(image[None], size=size, mode="bilinear", antialias=True)[0]
+
+
+def encode_image(image: Tensor) -> str:
+    """Return an image [C, H, W] uint8, of at most 96 pixels a side, as base64 of a PNG."""
+    pixels = _shrink(image.float()).round().to(torch.uint8)  # [C, h, w]
+    rows = pixels.permute(1, 2, 0).flatten(1)  # [h, w C]
+    return encode_png([bytes(row) for row in rows.tolist()], num_channels=len(pixels))

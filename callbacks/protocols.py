@@ -114,6 +114,35 @@ class SupportsCompletions(Protocol):
 
 
 @runtime_checkable
+class SupportsZeroShot(Protocol):
+    """A module that compares images with captions, for `ZeroShot`. Both methods are called on every rank."""
+
+    def recipes_encode_captions(self, captions: Sequence[str]) -> Tensor:
+        """Return the features of captions, [n, F] of any length; called with as many on every rank."""
+
+    def recipes_encode_images(self, paths: Sequence[Path], classes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the features of this rank's share of the images in files, [n, F], and the class of each, [n] int64.
+
+        The class is -100 of what only fills up a batch. The shares of all ranks with different samples are all images.
+        """
+
+
+@runtime_checkable
+class SupportsRetrieval(Protocol):
+    """A module whose validation compares all images with all captions, for `RetrievalReport`."""
+
+    def recipes_retrieved(self) -> dict[str, Any] | None:
+        """Return what the newest validation found for some images and captions; called on rank 0 alone.
+
+        Returns:
+            `num_images` and `num_captions` that were compared; `captions`, each with its `text`, the `rank` of the
+            nearest image of its own, from 1, and its nearest `images`, with their `cosine`, whether it `is_own`, and
+            their `pixels`, [C, H, W] uint8; and `images`, each with its `pixels`, `rank` and nearest `captions`, which
+            have a `text` instead. None: nothing is known.
+        """
+
+
+@runtime_checkable
 class SupportsRow(Protocol):
     """A module that logs each step's metrics in one call itself: Lightning's `log` costs about 0.2 ms per metric."""
 

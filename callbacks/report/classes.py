@@ -183,9 +183,13 @@ def _read_mistakes(mistakes: Any, names: Any) -> list[tuple[str, str, str]]:
         if not numbers or not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(f"{str(each)[:60]} is not a mistake with a class and a prediction")
         image = each.get("image")
-        is_image = isinstance(image, str) and _PNG.fullmatch(image) is not None
         target, predicted = (_name(number, names) for number in numbers)
         found.append(
-            (image if is_image else "", f"{target} taken for {predicted}", f"loss {value_text(each.get('loss'))}")
+            (image if is_png(image) else "", f"{target} taken for {predicted}", f"loss {value_text(each.get('loss'))}")
         )
     return found
+
+
+def is_png(image: Any) -> bool:
+    """Return whether a value can be an image in base64, and nothing else that a page would read."""
+    return isinstance(image, str) and _PNG.fullmatch(image) is not None

@@ -21,6 +21,7 @@ from .config import config_lines
 from .dashboard import add_own, get_sections, sections_for
 from .html import anchor_id, flatten, measure_text, render, time_text, value_text, write_page
 from .mode_pages import memory_figure
+from .retrieval import Retrieved, read_retrieved
 from .run_record import RecordedFit, RunRecord, add_fit, get_status, is_finite, read_run, status_class
 
 log = logging.getLogger("lightning_recipes")
@@ -38,8 +39,8 @@ def write_report(
     as `summary.json` or `plan.json`, is named on the page and in a warning, and the rest is shown.
 
     Needs `metrics.csv` unless `fit` is given; uses `summary.json`, `environment.json`, `config.yaml`, `plan.json`,
-    `events.jsonl`, `samples.jsonl`, `answers.jsonl`, `classes_<split>.json`, `spikes/` and `profile/operators.json` if
-    they exist. Can be called again.
+    `events.jsonl`, `samples.jsonl`, `answers.jsonl`, `classes_<split>.json`, `retrieval_<split>.json`, `spikes/` and
+    `profile/operators.json` if they exist. Can be called again.
 
     Args:
         run_folder: The folder of a run, or any folder with a `metrics.csv`.
@@ -87,9 +88,10 @@ def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) ->
     except ValueError as error:
         memory = None
         run.damaged.append(f"plan.json could not be read: {error}")
-    classes = list(_get_classes(run))
+    classes, retrieved = list(_get_classes(run)), list(_get_retrieved(run))
     links = [(anchor_id(title), title) for title, _ in drawn]
-    links += [(anchor_id(each.title), each.title.lower()) for each in classes]
+    titles = [*(each.title for each in classes), *(each.title for each in retrieved)]
+    links += [(anchor_id(title), title.lower()) for title in titles]
     links += [("spikes", "spike dumps")] if run.spikes else []
     return render(
         "run.jinja",
@@ -111,6 +113,7 @@ def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) ->
         answers=get_answers(run),
         completions=get_completions(run),
         classes=classes,
+        retrieved=retrieved,
         operators=get_operators(run),
         spikes=get_spikes(run),
         program=_get_program(run),
@@ -133,6 +136,18 @@ def _get_classes(run: RunRecord) -> Iterable[Classes]:
             found = read_classes(record)
         except ValueError as error:
             run.damaged.append(f"classes_{record.get('split')}.json could not be read: {error}")
+            continue
+        if found is not None:
+            yield found
+
+
+def _get_retrieved(run: RunRecord) -> Iterable[Retrieved]:
+    """Yield what is shown of the retrieval of each split; what is damaged is added to `run.damaged`."""
+    for record in run.retrieved:
+        try:
+            found = read_retrieved(record)
+        except ValueError as error:
+            run.damaged.append(f"retrieval_{record.get('split')}.json could not be read: {error}")
             continue
         if found is not None:
             yield found

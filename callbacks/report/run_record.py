@@ -47,6 +47,7 @@ class RunRecord:
     answers: list[dict[str, Any]]
     completions: list[dict[str, Any]]
     classes: list[dict[str, Any]]
+    retrieved: list[dict[str, Any]]
     summary: dict[str, Any]
     environment: dict[str, Any]
     config_text: str
@@ -167,10 +168,8 @@ def read_run(folder: Path, *, needs_metrics: bool = True) -> RunRecord:
         samples=read_lines(folder / "samples.jsonl"),
         answers=read_lines(folder / "answers.jsonl"),
         completions=read_lines(folder / "completions.jsonl"),
-        classes=[
-            {**_read_json(path, dict, damaged), "split": path.stem.removeprefix("classes_")}
-            for path in sorted(folder.glob("classes_*.json"), reverse=True)  # val before train and test
-        ],
+        classes=_read_splits(folder, "classes", damaged),
+        retrieved=_read_splits(folder, "retrieval", damaged),
         summary=_read_json(folder / "summary.json", dict, damaged),
         environment=_read_json(folder / "environment.json", dict, damaged),
         config_text=text,
@@ -184,6 +183,14 @@ def read_run(folder: Path, *, needs_metrics: bool = True) -> RunRecord:
         rolled_back=[_read_metrics_if_any(path) for path in sorted(folder.glob("rolled_back/*.csv"))],
         damaged=damaged,
     )
+
+
+def _read_splits(folder: Path, name: str, damaged: list[str]) -> list[dict[str, Any]]:
+    """Return the records of all splits, with the name of the split, of val before train and test."""
+    return [
+        {**_read_json(path, dict, damaged), "split": path.stem.removeprefix(f"{name}_")}
+        for path in sorted(folder.glob(f"{name}_*.json"), reverse=True)
+    ]
 
 
 def _read_json(path: Path, kind: type[Kind], damaged: list[str]) -> Kind:

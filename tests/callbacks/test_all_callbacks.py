@@ -87,6 +87,9 @@ def test_default_holds_every_callback_that_has_a_file_but_those_that_cost_or_nee
         "generation_eval",
         "hang",
         "optimizer_state",
+        "image_text",
+        "retrieval_report",
+        "zero_shot",
     }
     files = {path.stem for path in CONF.glob("*.yaml")} - others
     assert sorted(DEFAULT) == sorted(files)
