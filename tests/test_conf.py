@@ -167,11 +167,12 @@ SET_DATA = ("sft", "mixture", *OF_ANSWERS)
 OF_ONE_MODEL = {**dict.fromkeys((*RECIPES_OF_IMAGES, "vision_quickstart"), "timm")} | dict.fromkeys(
     ("regression", "multi_label"), "mlp"
 )
+OF_ONE_MODEL |= {"clip": "clip", "siglip": "clip", "clip_quickstart": "dual_encoder"}
 # recipes whose ranks divide a model -> their smallest number; models that cannot be divided over two
 DIVIDED = {"tp_bf16": 2, "fsdp_tp_bf16": 2, "cp_bf16": 2, "ep_bf16": 2, "pp_bf16": 2, "fsdp_tp_pp_bf16": 4}
 WITH_EXPERTS = {"mixtral_nano", "mixtral_8x7b", "deepseek_nano", "deepseek_v3"}
 BY_EXPERTS = ("ep_bf16", "pp_bf16")  # recipes that divide them
-IMAGE_MODELS = {"resnet18", "resnet50", "timm"}
+IMAGE_MODELS = {"resnet18", "resnet50", "timm", "clip", "dual_encoder"}
 UNDIVIDED = {"gpt2_xl", *WITH_EXPERTS, *(model for model in MODELS if not declares(model, "tensor_parallel"))}
 # every recipe once and every model once; all pairs in `make test-long`
 ONCE = {*zip(RECIPES, itertools.cycle(MODELS), strict=False), *zip(itertools.cycle(RECIPES), MODELS, strict=False)}

@@ -14,7 +14,12 @@ from recipes.foreign_file import missing_config, missing_folder, reading
 
 _FILE = "config.json"
 _MAX_SHOWN = 100  # characters of a value in an error
-_NESTED = "text_config"  # in multimodal models
+_NESTED = ("text_config", "vision_config")  # in models of several towers
+# what transformers (5.24) takes for a size that the file of such a model leaves out, as it writes no defaults
+_DEFAULTS = {
+    "clip": {"vocab_size": 49408, "max_position_embeddings": 77, "image_size": 224},
+    "siglip": {"vocab_size": 32000, "max_position_embeddings": 64, "image_size": 224},
+}
 _FIX = f"model.name=<folder with {_FILE}, or hub id>"
 
 
@@ -23,7 +28,7 @@ def published_size(name: str | None, key: str) -> int | None:
 
     Args:
         name: Folder, or repository on the Hugging Face hub, whose file is downloaded once.
-        key: Key in the file, or in its `text_config`.
+        key: Key in the file, or in its `text_config` or `vision_config`.
 
     Returns:
         None if the file or key does not exist; the config check reports the reason.
@@ -51,8 +56,9 @@ def read_size(name: str, key: str) -> int:
         config: Any = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise TypeError(f"a {type(config).__name__} instead of settings")
-        nested = config.get(_NESTED)
-        found = config.get(key, nested.get(key) if isinstance(nested, dict) else None)
+        parts = [config, *(part for name in _NESTED if isinstance(part := config.get(name), dict))]
+        default = _DEFAULTS.get(str(config.get("model_type")), {}).get(key)
+        found = next((part[key] for part in parts if key in part), default)
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         kind, fix = config.get("model_type"), "model.name=<folder or hub id of a causal language model>"
         of = f" of a {kind}" if isinstance(kind, str) else ""

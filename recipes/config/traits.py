@@ -168,7 +168,8 @@ def read_adapter(node: Mapping[str, Any] | None) -> str | None:
 
 
 # settings of a model by which it is trained or found, and its longest input: what its weights compute is the same
-_NOT_OF_WEIGHTS = ("_target_", "_partial_", "name", "pretrained", "max_seq_len", "vocab_pad_multiple")
+_NOT_OF_WEIGHTS: tuple[str, ...] = ("_target_", "_partial_", "name", "pretrained", "image_pretrained", "max_seq_len")
+_NOT_OF_WEIGHTS += ("vocab_pad_multiple",)
 _OF_TRAINING = ("router_aux_loss_coef", "router_z_loss", "balance_rate")
 
 

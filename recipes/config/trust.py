@@ -22,6 +22,7 @@ COPIES = {
     ("mode", "evaluator"): ("evaluator",),
     ("mode", "answers", "rewards", "functions"): ("reward",),
     ("callbacks", "generation_eval", "rewards", "functions"): ("reward",),
+    ("mode", "zero_shot"): ("callbacks", "zero_shot"),
     ("task", "rewards", "functions"): ("reward",),
     ("task", "rollout"): ("rollout",),
     ("data", "transform"): ("transform",),

@@ -45,7 +45,7 @@ from recipes.runtime.world import Ranks, global_rank, num_cores, num_gpus, start
 
 _PEER_SECONDS = 2.0
 # what the constructors of callbacks say about an argument
-_OF_ARGUMENT = re.compile(r"(\w+) is (.*?); (.*); set (None|\S+?)(?:,? .*)?")
+_OF_ARGUMENT = re.compile(r"(\w+) is (.*?); (.*); set (None|\w+=\[?<.*>\]?|\S+?)(?:,? .*)?")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from recipes.run_folder import (
 )
 from recipes.runtime import status
 from recipes.runtime.console import LOGGER
+from recipes.task.image_text import ImageText
 from recipes.task.language_modeling import LanguageModeling
 
 Weights = Literal["trained", "ema"]
@@ -56,6 +57,8 @@ def evaluate(
     weights: Compared,
     answers: Callback | None,
     classes: Any,
+    retrieved: Callback | None,
+    zero_shot: Callback | None,
     page: Callable[[Path], None],
     evaluator: Evaluator | Mapping[str, Any] | None,
 ) -> int:
@@ -67,6 +70,8 @@ def evaluate(
         weights: `trained`, `ema` for their moving average, or `both`, whose metrics are beside each other.
         answers: Checks answers to validation questions, if the data has any; None skips them.
         classes: Counts which classes are taken for which, with the trained weights if there are both; None: not.
+        retrieved: Writes what some images and captions find, with these weights; None: not.
+        zero_shot: Classifies further images by the names of their classes, with each of the weights; None: not.
         page: Writes the page of the run folder again, if it is that of a run.
         evaluator: Evaluates on its own tasks instead of the split; empty evaluates the split.
 
@@ -91,20 +96,21 @@ def evaluate(
             raise ConfigError(f"mode.weights=both evaluator={name}", reason, "mode.weights=trained, or ema")
         _evaluate_tasks(run, chosen, weights)
     else:
-        _evaluate_split(run, split, weights, answers, classes)
+        _evaluate_split(run, split, weights, answers, classes, retrieved, zero_shot)
     if (run.folder / METRICS_FILE).is_file():
         page(run.folder)
     return 0
 
 
 @declare_mode(needs_checkpoint=True, reads_data=True, takes_own_training=True)
-def test(run: Run, *, weights: Compared, classes: Any, page: Callable[[Path], None]) -> int:
+def test(run: Run, *, weights: Compared, classes: Any, retrieved: Callback | None, page: Callable[[Path], None]) -> int:
     """Print the metrics of a checkpoint on the test split, and write them as `evaluate` does.
 
     Args:
         run: A run with a checkpoint, on data with a test split.
         weights: See `evaluate`.
         classes: See `evaluate`.
+        retrieved: See `evaluate`.
         page: See `evaluate`.
 
     Returns:
@@ -113,10 +119,19 @@ def test(run: Run, *, weights: Compared, classes: Any, page: Callable[[Path], No
     Raises:
         ConfigError: There is no checkpoint, no average in it or no test split, or the run folder cannot be written to.
     """
-    return evaluate(run, split="test", weights=weights, answers=None, classes=classes, page=page, evaluator=None)
+    further: dict[str, Any] = {"answers": None, "zero_shot": None, "evaluator": None}
+    return evaluate(run, split="test", weights=weights, classes=classes, retrieved=retrieved, page=page, **further)
 
 
-def _evaluate_split(run: Run, split: Split, weights: Compared, answers: Callback | None, classes: Any) -> None:
+def _evaluate_split(
+    run: Run,
+    split: Split,
+    weights: Compared,
+    answers: Callback | None,
+    classes: Any,
+    retrieved: Callback | None,
+    zero_shot: Callback | None,
+) -> None:
     kinds: tuple[Weights, ...] = ("trained", "ema") if weights == "both" else (weights,)
     task, checkpoint = load_task(run, kinds[-1])  # the average first: without one, nothing is evaluated in vain
     # a run has trained on no part of another text: all of it is validation data
@@ -126,6 +141,10 @@ def _evaluate_split(run: Run, split: Split, weights: Compared, answers: Callback
     if isinstance(task, LanguageModeling) and answers is not None and split == "val" and "generate" in task.supports:
         task.source, task.tokenizer = run.data.source, run.data.source.tokenizer
         get_callbacks(run.trainer).append(answers)
+    if isinstance(task, ImageText):
+        task.data = run.data
+        if zero_shot is not None:
+            get_callbacks(run.trainer).append(zero_shot)
     get_callbacks(run.trainer).append(_ShowBatches())
     further = run.data.eval_names if split == "val" else []
     task.name_data(sources=getattr(run.data.source, "source_names", ()), further=further)
@@ -138,6 +157,8 @@ def _evaluate_split(run: Run, split: Split, weights: Compared, answers: Callback
         if kind == kinds[0] and classes is not None:
             classes.class_names = run.data.class_names
             get_callbacks(run.trainer).append(classes)
+        if kind == kinds[0] and retrieved is not None:
+            get_callbacks(run.trainer).append(retrieved)
         by_loader = run.trainer.validate(task, dataloaders=run.data.split_dataloaders(split), verbose=False)
         results[kind] = {name.removeprefix("val/"): value for metrics in by_loader for name, value in metrics.items()}
         shown = f"{checkpoint}{f', {kind} weights,' if len(kinds) > 1 else ''} on {part}"

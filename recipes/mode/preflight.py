@@ -177,6 +177,8 @@ class Checklist:
                 (sample["inputs"], data_checks.describe_targets(sample["targets"], names).removeprefix("class "))
                 for sample in read
             ]
+        elif source.sample_kind == "images_and_text":
+            self.images = [(sample["inputs"], data_checks.describe_caption(sample, decode)) for sample in read]
         for line in self.shown:
             yield Result(check="what the model reads", status="look", found=line)
         if has_draws(train):
@@ -184,6 +186,8 @@ class Checklist:
         if self._resolved.task.num_views > 1:
             found = "the task compares views, and reads no labels"
             yield Result(check="targets of the data", status="skip", found=found)
+        elif "caption" in samples[0]:
+            yield data_checks.check_captions(samples)
         elif "targets" in samples[0]:
             yield from self._check_targets(source, samples)
         else:

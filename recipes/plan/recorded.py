@@ -174,11 +174,16 @@ def describe_step(
         frozen_models=task.make_frozen_models,
         hold_frozen=task.frozen_models.update,
         forward_only=task.meta_frozen_models,
+        num_forward_passes=task.num_forward_passes,
     )
 
 
 def find_sample_shape(resolved: ResolvedRun) -> tuple[int, ...]:
-    """Return the shape of one sample: [T] for text, without reading data; else that of the first sample."""
+    """Return the shape of a sample: [T] of text, [C, S, S] of captioned images, without reading data; else as it is."""
+    if resolved.task.input_kind == "images_and_text":
+        with torch.device("meta"):
+            model = resolved.make_model()
+        return (model.in_channels, model.image_size, model.image_size)
     if resolved.seq_len is not None:
         return (resolved.seq_len,)
     source = resolved.make("data")
@@ -195,7 +200,13 @@ def _make_batch(resolved: ResolvedRun, loss: Loss, size: int, shape: tuple[int, 
         targets = torch.zeros(size, dtype=torch.int64)  # [B]
         if resolved.target_kind != "classes":
             targets = torch.zeros(size, resolved.model.num_classes or 1)  # [B, V]
-    return loss.complete({"inputs": inputs, "targets": targets, **dict.fromkeys(loss.count_names, targets.numel())})
+    captions: Batch = {}
+    if resolved.task.input_kind == "images_and_text":
+        tokens = torch.zeros(size, resolved.seq_len or 1, dtype=torch.int64)  # [B, T]
+        captions = {"tokens": tokens, "is_token": torch.ones_like(tokens, dtype=torch.bool)}
+    return loss.complete(
+        {"inputs": inputs, "targets": targets, **captions, **dict.fromkeys(loss.count_names, targets.numel())}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,6 +87,7 @@ class Step:
         frozen_models: Return the frozen models that the objective asks, by name, on the default device.
         hold_frozen: Called with these models before the objective.
         forward_only: Return the models without storage whose forward pass alone is in a step, these among them.
+        num_forward_passes: Forward passes over each micro-batch: two where the first one only finds features.
     """
 
     make_model: Callable[[], nn.Module]
@@ -108,6 +109,7 @@ class Step:
     frozen_models: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     hold_frozen: Callable[[dict[str, nn.Module]], None] = lambda models: None
     forward_only: Callable[[], list[nn.Module]] = list
+    num_forward_passes: int = 1
 
 
 def record_step(

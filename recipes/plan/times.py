@@ -57,7 +57,8 @@ def measure_times(recorded: Recorded, timer: OperatorTimer) -> Times:
     forward, backward = times.of("forward/").total, times.of("backward/").total
     transfer = time_transfers(recorded.ops, times) if recorded.step.on_gpu else None  # on a CPU the copies were timed
     exposed = transfer.exposed_seconds if transfer is not None else 0.0
-    seconds = recorded.accumulation.num_micro_batches * (forward + backward + exposed)
+    passes = recorded.step.num_forward_passes * forward + backward
+    seconds = recorded.accumulation.num_micro_batches * (passes + exposed)
     seconds += times.of("clipping").total + times.of("optimizer").total
     return Times(
         step=times,
@@ -96,7 +97,8 @@ def estimate_times(
         traffic = _list_traffic(recorded, step, cluster)
         communication = Communication(traffic=tuple(part for part in traffic if part.num_bytes))
         exposed = transfer.exposed_seconds if transfer is not None else 0.0
-        seconds = num_micro_batches * (forward + backward + exposed) + optimizer + communication.exposed_seconds
+        passes = recorded.step.num_forward_passes * forward + backward
+        seconds = num_micro_batches * (passes + exposed) + optimizer + communication.exposed_seconds
     return Times(
         step=step,
         communication=communication,

@@ -28,6 +28,7 @@ _MAX_TOKENS = 200_000  # to count pairs in: enough to see structure in any vocab
 _MAX_IMAGES = 1024
 _MAX_DRAWN = 64
 _MAX_IMBALANCE = 20
+_MAX_REPEATED, _NEARLY_ALL = 0.1, 0.9  # of the captions
 _LIKELY = 0.5  # label, from 0 to 1
 _NUM_NAMED = 3  # files that cannot be read
 _MAX_PIXELS = 1024  # sampled when two images are compared
@@ -126,6 +127,18 @@ def check_balance(of_each: Mapping[str, int]) -> Result:
     remedy = "accuracy hardly depends on rare classes: look at val/f1, or weigh them with +loss.class_weights=[…]"
     passes = of_each[most] <= _MAX_IMBALANCE * of_each[rarest]
     return judge("classes have similar sizes", found, passes=passes, fails=False, remedy=remedy)
+
+
+def check_captions(samples: Sequence[Sample]) -> Result:
+    """Check that few captions are those of several images, which nothing tells apart."""
+    images: dict[int, set[int]] = {}
+    for sample in samples:
+        images.setdefault(int(sample["caption"]), set()).add(int(sample["image"]))
+    repeated = sum(len(images[int(sample["caption"])]) > 1 for sample in samples)
+    found = f"{repeated:,} of {len(samples):,} images have the caption of another one"
+    passes, fails = repeated <= _MAX_REPEATED * len(samples), repeated > _NEARLY_ALL * len(samples)
+    remedy = "the loss cannot fall below what they leave open: data.caption=<a column that says more>"
+    return judge("captions tell images apart", found, passes=passes, fails=fails, remedy=remedy)
 
 
 def check_range(samples: Sequence[Sample], num_classes: int) -> Result:
@@ -344,6 +357,16 @@ def describe_targets(targets: Tensor, names: Sequence[str] | None = None) -> str
     return f"targets {values}{', …' if targets.numel() > 4 else ''}"
 
 
+def describe_caption(sample: Sample, decode: Any) -> str:
+    """Return the caption of a sample as the model reads it, with the tokens that the tokenizer adds.
+
+    Args:
+        sample: Has tokens [T], and is_token [T].
+        decode: Token ids -> text.
+    """
+    return f"caption {decode(sample['tokens'][sample['is_token']].tolist())!r}"
+
+
 def show_samples(
     samples: Sequence[Sample], decode: Any, *, is_text: bool = True, names: Sequence[str] | None = None
 ) -> list[str]:
@@ -372,9 +395,8 @@ def show_samples(
         if inputs.ndim > 1 or not is_text:
             shape = " x ".join(map(str, inputs.shape)) or "1"
             low, mean, high = float(inputs.min()), float(inputs.float().mean()), float(inputs.max())
-            shown.append(
-                f"{describe_targets(targets, names)}: {shape} values from {low:.3g} to {high:.3g}, mean {mean:.3g}"
-            )
+            label = describe_caption(sample, decode) if "caption" in sample else describe_targets(targets, names)
+            shown.append(f"{label}: {shape} values from {low:.3g} to {high:.3g}, mean {mean:.3g}")
             continue
         for part, values in (("input", inputs), ("target", targets)):
             tokens = [int(value) for value in values[:24] if int(value) != IGNORE_INDEX]

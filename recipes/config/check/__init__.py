@@ -15,7 +15,7 @@ from recipes.config.check.compatibility import (
     check_published_model,
     check_unread,
 )
-from recipes.config.check.contrastive import check_views
+from recipes.config.check.contrastive import check_comparisons
 from recipes.config.check.dashboard import PLACES, check_dashboards
 from recipes.config.check.data import check_data
 from recipes.config.check.devices import check_devices
@@ -160,7 +160,7 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
         *check_thresholds(config),
         *check_frozen_models(run),
         *check_preferences(run),
-        *check_views(run),
+        *check_comparisons(run),
         *check_evaluator(run),
         *check_export(run),
         *check_own_training(run),

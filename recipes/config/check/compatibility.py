@@ -309,8 +309,8 @@ def _published_weights(run: ResolvedRun) -> Iterator[ConfigError]:
     pretrained, tokenizer = model.get("pretrained"), str(config["tokenizer"].get("_target_"))
     if pretrained is None or run.resume not in (None, "auto") or run.start_from is not None:
         return  # the weights of a checkpoint replace them
-    is_of_tokens = find_signature(model["_target_"]).constants.get("input_kind") == "tokens"
-    missing = missing_published(pretrained, "model.pretrained") if is_of_tokens else None
+    is_folder = find_signature(model["_target_"]).constants.get("input_kind") in ("tokens", "images_and_text")
+    missing = missing_published(pretrained, "model.pretrained") if is_folder else None
     has_own_ids = find_signature(tokenizer).constants.get("own_ids")
     if missing is not None:
         # a model that is built by name has a check of its own
@@ -635,12 +635,25 @@ def check_kinds(
             f"the model takes {kinds['model']}, the task {' or '.join(task_kinds)}",
             fix,
         )
+    yield from _callbacks_of_other_tasks(config, task_kinds, named["task"])
     yield from _loss_of_other_targets(config, choices, overrides)
     yield from _metrics_of_another_task(choices, overrides)
 
 
 def _are_typed(overrides: Sequence[str], *groups: str) -> bool:
     return {*groups} <= {override.partition("=")[0] for override in overrides}
+
+
+def _callbacks_of_other_tasks(config: Mapping[str, Any], kinds: Sequence[str], task: str) -> Iterator[ConfigError]:
+    """Check that callbacks which are switched on by a setting can read what the task reads."""
+    for name, node in (config.get("callbacks") or {}).items():
+        constants: Mapping[str, Any] = find_signature(str((node or {}).get("_target_"))).constants
+        kind, switch = constants.get("input_kind"), constants.get("validates_with")
+        if kind is None or switch is None or kind in kinds or node.get(switch) is None:
+            continue
+        setting = f"callbacks.{name}.{switch}"
+        reason = f"it needs a task that reads {kind}, and this one reads {' or '.join(kinds)}"
+        yield ConfigError(f"{setting}={to_setting(node[switch])} {task}", reason, f"{setting}=null, or recipe=clip")
 
 
 def _loss_of_other_targets(

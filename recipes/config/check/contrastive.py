@@ -1,4 +1,4 @@
-"""Check runs that compare random views of images: that the data has them, and that there is something to compare."""
+"""Check runs that compare views of images, or images with captions: that task, loss and data fit, and batches."""
 
 from collections.abc import Iterator
 
@@ -7,12 +7,23 @@ from recipes.config.signature import find_signature
 from recipes.errors import ConfigError
 
 
-def check_views(run: ResolvedRun) -> Iterator[ConfigError]:
-    """Check that task, loss and transform agree on the number of views, and that a batch has two images."""
+def check_comparisons(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Check that task, loss and transform agree on what is compared, and that a batch has two images."""
     config, choices = run.config, run.choices
     needed = run.task.num_views
     task, loss = (f"{section}={choices.get(section, '…')}" for section in ("task", "loss"))
-    reads_views = find_signature(config["loss"]["_target_"]).constants.get("reads") == "views"
+    reads = find_signature(config["loss"]["_target_"]).constants.get("reads")
+    reads_views, has_captions = reads == "views", run.task.input_kind == "images_and_text"
+    if reads == "pairs" and not has_captions:
+        reason = "it compares images with captions, and this task reads none"
+        yield ConfigError(f"{loss} {task}", reason, "recipe=clip, or another loss")
+    if has_captions and reads != "pairs":
+        yield ConfigError(f"{loss} {task}", "it does not compare images with captions", "loss=clip, or loss=siglip")
+    model = find_signature(config["model"]["_target_"]).constants
+    if run.strategy.stage == 3 and model.get("reads_sizes_of_weights"):
+        reason = "transformers reads the sizes of its position embeddings, which ZeRO-3 gathers later"
+        fix = "strategy=fsdp, or strategy=deepspeed_stage_2"
+        yield ConfigError(f"strategy=deepspeed_stage_3 model={choices.get('model', '…')}", reason, fix)
     if reads_views and needed == 1:
         reason = "it compares two views of each image, and this task reads one"
         yield ConfigError(f"{loss} {task}", reason, "recipe=simclr, or another loss")
@@ -24,6 +35,6 @@ def check_views(run: ResolvedRun) -> Iterator[ConfigError]:
         reason = f"the task reads {needed} of each image"
         fix = "transform=simclr, or transform.views=2" if needed > 1 else "transform.views=1, or recipe=simclr"
         yield ConfigError(f"transform.views={made} {task}", reason, fix)
-    if needed > 1 and run.global_batch_size == 1:
+    if (needed > 1 or has_captions) and run.global_batch_size == 1:
         reason = "an image is compared with the others of its global batch"
         yield ConfigError("global_batch_size=1", reason, "global_batch_size=256, or more")

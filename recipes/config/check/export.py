@@ -14,7 +14,6 @@ _PACKAGES_OF_ONNX = ("onnx", "onnxscript", "onnxruntime")
 _REPOSITORY = re.compile(r"(?!.*(--|\.\.))\w([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)
 _MAX_NAME = 96
 _OF_TIMM = "recipes.model.timm_model.TimmModel"
-_OF_TRANSFORMERS = "recipes.model.huggingface.HuggingFace"
 
 
 def check_export(run: ResolvedRun) -> Iterator[ConfigError]:
@@ -32,15 +31,20 @@ def check_export(run: ResolvedRun) -> Iterator[ConfigError]:
         yield ConfigError(f"{shown} task=lightning", reason, "mode.format=safetensors")
         return
     model = str(run.config["model"]["_target_"])
-    if layout == "transformers" and find_signature(model).constants.get("input_kind") in ("images", "tensors"):
+    declared = find_signature(model).constants
+    is_of_transformers = declared.get("built_by_name", False)
+    kind = declared.get("input_kind")
+    if layout == "transformers" and kind in ("images", "tensors", "images_and_text") and not is_of_transformers:
         reason = f"transformers has no layout for {model.rpartition('.')[2]}"
         fix = "mode.format=timm" if model == _OF_TIMM else "mode.format=safetensors, which lightning_recipes.load loads"
         yield ConfigError(shown, reason, fix)
     if layout == "timm" and model != _OF_TIMM:
         yield ConfigError(shown, f"timm has no {model.rpartition('.')[2]}", "mode.format=auto")
-    if layout == "safetensors" and model == _OF_TRANSFORMERS:
+    if layout == "safetensors" and is_of_transformers:
         yield ConfigError(shown, "a model of transformers has its layout, in safetensors", "mode.format=transformers")
-    if layout == "onnx":
+    if layout == "onnx" and kind == "images_and_text":
+        yield ConfigError(shown, "a graph has one input, and this model takes images and captions", "mode.format=auto")
+    elif layout == "onnx":
         if dtype not in (None, "float32"):
             reason = "a graph is compared with the model in float32, and onnxruntime converts it to other dtypes"
             yield ConfigError(f"{shown} mode.dtype={dtype}", reason, f"{shown} mode.dtype=float32")

@@ -106,11 +106,12 @@ def _check_frozen_norm(run: ResolvedRun) -> Iterator[ConfigError]:
     model = run.config["model"]
     declared: Any = find_signature(model["_target_"]).constants.get("free_at_resume", ())
     begins_anew = run.mode.trains and run.start_from is None and run.resume in (None, "auto")
-    if "norm" in declared and model.get("norm") == "frozen" and begins_anew and model.get("pretrained") is None:
+    key = "image_pretrained" if "image_pretrained" in model else "pretrained"
+    if "norm" in declared and model.get("norm") == "frozen" and begins_anew and model.get(key) is None:
         yield ConfigError(
             "model.norm=frozen",
             "it keeps the mean and variance of trained weights, and these weights are initial ones",
-            "model.pretrained=<weights>, start_from=<run folder>, or model.norm=batch",
+            f"model.{key}=<weights>, start_from=<run folder>, or model.norm=batch",
         )
 
 

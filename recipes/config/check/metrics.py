@@ -188,6 +188,9 @@ def _list_computed(config: Mapping[str, Any]) -> Iterator[str]:
     yield from (_PREFIX + name for name in names)
     if isinstance(select(config, "task.rewards"), Mapping):  # without any, which is an error of its own
         yield f"{_PREFIX}reward"
+    declared: Any = find_signature(str(select(config, "task._target_"))).constants.get("validation_metrics", ())
+    names += declared
+    yield from (_PREFIX + name for name in declared)
     for node in (config.get("callbacks") or {}).values():
         yield from (_PREFIX + name for name in _list_of_callback(node or {}))
     for section, _ in list_data(config):
@@ -207,8 +210,9 @@ def _read_measures(config: Mapping[str, Any]) -> dict[str, bool]:
 
 def _list_of_callback(node: Mapping[str, Any]) -> Iterator[str]:
     """Yield the validation metrics that the class of a callback declares, and those of its rewards."""
-    declared: Any = find_signature(str(node.get("_target_"))).constants.get("validation_metrics", ())
-    yield from declared
+    constants: Any = find_signature(str(node.get("_target_"))).constants
+    is_on = "validates_with" not in constants or node.get(constants["validates_with"]) is not None
+    yield from constants.get("validation_metrics", ()) if is_on else ()
     functions = select(node, "rewards.functions")
     names = [name for name, each in functions.items() if each is not None] if isinstance(functions, Mapping) else []
     yield from ["reward", *(f"reward/{name}" for name in names)] if names else []

@@ -37,7 +37,7 @@ from recipes.run_folder import (
 )
 
 _SOURCES = "recipes.data."
-_OF_STORES = (f"{_SOURCES}token_shards.", f"{_SOURCES}image_shards.")
+_OF_STORES = tuple(f"{_SOURCES}{module}." for module in ("token_shards", "image_shards", "image_text"))
 _PROTOCOL = "://"  # of a data set or a bucket, which only its own library finds
 _OF_MODEL = re.compile(r"\+*(model|recipe|hydra\.searchpath)[=.]")  # what is typed says which model is meant
 _NEWEST = ("last", "latest", "newest", "best", "true", "yes", "continue")  # of other projects

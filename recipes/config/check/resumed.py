@@ -75,14 +75,15 @@ def _find_differences(run: ResolvedRun) -> Iterator[ConfigError]:
                 _leave_out(run, f"model.{key}", "train another model"),
             )
     yield from _check_adapter(run, trained["adapter"])
-    pretrained = now.get("pretrained")
-    is_typed = "model.pretrained" not in references
-    if is_typed and pretrained not in (None, before.get("pretrained")) and not _is_adapter(trained["adapter"]):
-        yield ConfigError(
-            f"resume={config['resume']} model.pretrained={pretrained}",
-            "its weights are those of the checkpoint, and no others would be read",
-            _leave_out(run, "model.pretrained", "start from these weights"),
-        )
+    for key in ("pretrained", "image_pretrained"):
+        pretrained = now.get(key)
+        is_typed = f"model.{key}" not in references
+        if is_typed and pretrained not in (None, before.get(key)) and not _is_adapter(trained["adapter"]):
+            yield ConfigError(
+                f"resume={config['resume']} model.{key}={pretrained}",
+                "its weights are those of the checkpoint, and no others would be read",
+                _leave_out(run, f"model.{key}", "start from these weights"),
+            )
     # tokens prepared elsewhere (data=token_file) come without a tokenizer and cannot be compared
     known, chosen = trained["tokenizer"], config["tokenizer"]
     if known and chosen and known != chosen and not _is_saved(chosen, known, trained["folder"], references):

@@ -90,13 +90,14 @@ def _check_awaited(run: ResolvedRun, before: Awaited) -> Iterator[ConfigError]:
 
 def _check_pretrained(run: ResolvedRun) -> Iterator[ConfigError]:
     """Reject two sources of the first weights."""
-    if "model.pretrained" not in run.references and run.config["model"].get("pretrained") is not None:
-        pretrained = run.config["model"]["pretrained"]
-        yield ConfigError(
-            f"start_from={run.start_from} model.pretrained={pretrained}",
-            "both name the first weights of the model",
-            "the same command without model.pretrained, or without start_from",
-        )
+    for key in ("pretrained", "image_pretrained"):
+        pretrained = run.config["model"].get(key)
+        if f"model.{key}" not in run.references and pretrained is not None:
+            yield ConfigError(
+                f"start_from={run.start_from} model.{key}={pretrained}",
+                "both name the first weights of the model",
+                f"the same command without model.{key}, or without start_from",
+            )
 
 
 def _find_fault(run: ResolvedRun, source: Path) -> ConfigError | None:

@@ -17,9 +17,9 @@ from torch.utils.data import default_collate
 from recipes.build import Run
 from recipes.config.check.origin import check_origin
 from recipes.config.instantiate import PARTIAL, TARGET, make
+from recipes.config.signature import find_signature
 from recipes.errors import ConfigError, ConfigErrors
 from recipes.foreign_file import reading
-from recipes.model.huggingface import HuggingFace
 from recipes.model.score import has_score
 from recipes.model.weights import any_module, await_checkpoint, load_published
 from recipes.run_folder import EXPORT_RECORD, read_json
@@ -43,12 +43,12 @@ _LOADED_BY = {
 
 def describe_model(node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the node of a model without where it came from: the weights are here, and the paths of this machine."""
-    places: tuple[str, ...] = ("pretrained", "name") if node[TARGET] == _name(HuggingFace) else ("pretrained",)
+    places = ("pretrained", "image_pretrained", *(("name",) if _is_built_by_name(node) else ()))
     return {key: None if key in places else value for key, value in node.items()}
 
 
-def _name(of: type) -> str:
-    return f"{of.__module__}.{of.__qualname__}"
+def _is_built_by_name(node: Mapping[str, Any]) -> bool:
+    return bool(find_signature(node[TARGET]).constants.get("built_by_name"))
 
 
 def construct(node: Mapping[str, Any], *, is_own_training: bool = False) -> nn.Module:
@@ -100,10 +100,11 @@ def describe_inputs(run: Run, model: Any, example: Tensor | None) -> dict[str, A
     kind = getattr(model, "input_kind", None)
     if kind == "tokens":
         return {"kind": kind, "shape": ["tokens"], "dtype": "int64", "max_seq_len": model.max_seq_len}
+    of_captions = {} if kind != "images_and_text" else {"max_seq_len": model.max_seq_len}
     if example is None:
-        return {"kind": kind}
+        return {"kind": kind} | of_captions
     dtype = str(example.dtype).removeprefix("torch.")
-    described = {"kind": kind, "shape": [*example.shape[1:]], "dtype": dtype}
+    described: dict[str, Any] = {"kind": kind} | of_captions | {"shape": [*example.shape[1:]], "dtype": dtype}
     transform = getattr(run.data.source, "transform", None)
     if isinstance(transform, ImageTransform):
         return described | {"transform": transform.describe_eval()}
@@ -132,6 +133,8 @@ def describe_outputs(run: Run, model: Any, example: Tensor | None) -> dict[str, 
         if has_score(model):
             return {"kind": "reward", "number": 1}
         return {"kind": "logits of the next token", "number": model.vocab_size}
+    if getattr(model, "input_kind", None) == "images_and_text":
+        return {"kind": "features", "number": model.projection_size}
     number = getattr(model, "num_classes", None)
     described = {"kind": run.target_kind} | ({} if number is None else {"number": number})
     names = run.data.class_names
@@ -172,7 +175,7 @@ def load_export(folder: Path, typed: Sequence[str], *, shown: str) -> tuple[nn.M
     place = {"task": {"module": node}} if is_own_training else {"model": node}
     if untrusted := [*check_origin(place, typed, file)]:
         raise ConfigErrors(untrusted, "The export cannot be loaded.")
-    if node[TARGET] == _name(HuggingFace):
+    if _is_built_by_name(node):
         node = node | {"name": str(folder), "pretrained": str(folder)}
     with reading(file, shown, _ANOTHER):
         model = construct(node, is_own_training=is_own_training)

@@ -8,11 +8,14 @@ import yaml
 from support import ROOT
 
 from callbacks.generation_eval import GenerationEval
+from callbacks.zero_shot import ZeroShot
+from recipes.loss.image_text import PairLoss
 from recipes.loss.nt_xent import NTXent
 from recipes.loss.policy import GRPO
 from recipes.loss.ppo import PPO
 from recipes.reward import TOTAL
 from recipes.task.distillation import Distillation
+from recipes.task.image_text import ImageText
 
 SPEC = yaml.safe_load((ROOT / "conf" / "dashboard" / "default.yaml").read_text())["sections"]
 ON_PANELS = [name for section in SPEC for panel in section["panels"] for name in panel["metrics"]]
@@ -49,9 +52,10 @@ def validated_names() -> set[str]:
     options = [yaml.safe_load(path.read_text()) for path in (ROOT / "conf" / "metrics").glob("*.yaml")]
     names = {"loss"} | {name for option in options for name in option}
     generated = {*GenerationEval.validation_metrics, TOTAL, f"{TOTAL}/*"}  # of answers, whatever the validation
+    generated |= {*ZeroShot.validation_metrics, *ImageText.validation_metrics}
     of_splits = {f"val/{place}{name}" for name in names for place in ("", "*/")}  # of the split, and of further data
     of_tasks = {f"train/{name}" for name in Distillation.training_measures}
-    of_tasks |= {f"{split}/{name}" for name in NTXent.measures for split in ("train", "val")}
+    of_tasks |= {f"{split}/{name}" for name in (*NTXent.measures, *PairLoss.measures) for split in ("train", "val")}
     of_tasks |= {name for loss in (GRPO, PPO) for name in loss.measures}  # which have a prefix of their own
     return of_splits | of_tasks | {f"val/{name}" for name in generated}
 

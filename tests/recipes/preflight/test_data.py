@@ -4,11 +4,13 @@ import torch
 
 from recipes.preflight.data import (
     check_balance,
+    check_captions,
     check_dependence,
     check_range,
     check_readable,
     check_repeats,
     check_shift,
+    describe_caption,
     describe_targets,
     digest,
     show_samples,
@@ -92,3 +94,23 @@ def test_targets_are_shown_by_their_names() -> None:
     assert describe_targets(torch.tensor(7), ["ant", "bee"]) == "class 7"
     assert describe_targets(torch.tensor([1.0, 0.0, 1.0]), ["ant", "bee", "cat"]) == "ant, cat"
     assert describe_targets(torch.tensor([0.25, 2.0])) == "targets 0.25, 2"
+
+
+def test_captions_of_several_images_are_counted_and_read_copies_are_not() -> None:
+    def samples(*captions: int) -> list[dict[str, torch.Tensor]]:
+        return [{"caption": torch.tensor(each), "image": torch.tensor(n)} for n, each in enumerate(captions)]
+
+    assert check_captions(samples(*range(20))).status == "pass"
+    some = check_captions(samples(*range(16), 0, 1, 2, 2))
+    assert (some.status, some.found) == ("warn", "7 of 20 images have the caption of another one")
+    assert check_captions(samples(*[5] * 20)).status == "fail"
+    assert check_captions([*samples(1, 2), *samples(1, 2)]).status == "pass", "one image that is read twice"
+
+
+def test_a_caption_is_shown_as_the_model_reads_it() -> None:
+    tokens, is_token = torch.tensor([7, 8, 9, 9]), torch.tensor([True, True, True, False])
+    sample = {"inputs": torch.zeros(3, 2, 2), "targets": torch.tensor(0), "caption": torch.tensor(1)}
+    sample |= {"tokens": tokens, "is_token": is_token}
+    assert describe_caption(sample, lambda ids: f"{ids}") == "caption '[7, 8, 9]'"
+    [shown] = show_samples([sample], lambda ids: f"{ids}", is_text=False)
+    assert shown == "caption '[7, 8, 9]': 3 x 2 x 2 values from 0 to 0, mean 0"

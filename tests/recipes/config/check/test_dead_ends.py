@@ -256,9 +256,9 @@ ALONE = {
     ),
     "callbacks=none": (
         "callbacks=none: the options are bottleneck class_report classes classification completions conversations"
-        " default early_stop generation_eval grad_norm hang loss_scale loss_spike memory optimizer_state policy"
-        " preferences progress"
-        " report sample_text step_profiler stop_at_nan throughput; type callbacks=[]"
+        " default early_stop generation_eval grad_norm hang image_text loss_scale loss_spike memory optimizer_state"
+        " policy preferences progress report retrieval_report sample_text step_profiler stop_at_nan throughput"
+        " zero_shot; type callbacks=[]"
     ),
     "'model=glob(gpt2*)'": (
         "model=glob(gpt2*): a single run takes one option; type python train.py -m 'model=glob(gpt2*)'"

@@ -287,10 +287,10 @@ def test_data_is_a_path_that_exists_or_a_data_set_of_the_hub(tmp_path: Path) -> 
         ("conversations", "https://x.org/a.jsonl", "reads files on disk; type data.path=<a copy on disk>"),
         ("token_file", "s3://b/x.bin", "type data.path=<a copy on disk>, or data=token_shards data.path=s3://b/x.bin"),
         ("token_shards", "s3://b/x.bin", None),
-        ("image_shards", "s3://b/x.tar", None),
+        *((source, "s3://b/x.tar", None) for source in ("image_shards", "image_text")),
         ("image_folder", "hf://org/x", "reads files on disk; type data=image_table data.path=hf://org/x"),
         *((source, "hf://org/x", None) for source in ("documents", "conversations", "preferences", "prompts")),
-        *((source, "hf://org/x", None) for source in ("image_table", "table")),
+        *((source, "hf://org/x", None) for source in ("image_table", "image_text", "table")),
     ],
 )
 def test_an_address_is_answered_with_the_data_that_reads_it(source: str, path: str, expected: str | None) -> None:
