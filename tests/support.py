@@ -77,16 +77,17 @@ def needed_by(recipe: str, folder: Path, *, model: str = "") -> list[str]:
         config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
         (folder / "config.json").write_text(json.dumps(config))
         return [f"model.name={folder}", *needed_by(recipe, folder)]
-    if model == "clip":
+    if model == "clip" or recipe in ("clip", "siglip"):
         size = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
         towers = {"text_config": {"vocab_size": 2048, **size}, "vision_config": {"image_size": 32, **size}}
         (folder / "config.json").write_text(json.dumps({"model_type": "clip", **towers}))
-        return [f"model.name={folder}", f"data.path={write_captions(folder)}", *needed_by(recipe, folder)]
+        further = [] if recipe in ("clip", "siglip") else needed_by(recipe, folder)
+        return [f"model.name={folder}", f"data.path={write_captions(folder)}", *further]
     if model == "dual_encoder" and recipe != "clip_quickstart":  # which has data of its own
         return [f"data.path={write_captions(folder)}", *needed_by(recipe, folder)]
     if recipe.endswith("_nvme"):
         return [f"strategy.nvme_path={folder}"]
-    if recipe in RECIPES_OF_IMAGES or model == "timm":
+    if recipe in RECIPES_OF_IMAGES or (model == "timm" and recipe != "vision_quickstart"):
         return [f"data.path={write_images(folder / 'photos')}"]
     path = folder / "rows.jsonl"
     if recipe in ("dpo", "orpo", "simpo", "kto", "reward_model"):

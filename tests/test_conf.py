@@ -198,7 +198,12 @@ def test_every_recipe_composes_checks_and_builds_every_model_on_the_meta_device(
     recipe: str, model: str, tmp_path: Path
 ) -> None:
     ranks = [f"trainer.devices={DIVIDED[recipe]}", "trainer.accelerator=cpu"] if recipe in DIVIDED else []
-    config = composed_config(f"recipe={recipe}", f"model={model}", *needed_by(recipe, tmp_path, model=model), *ranks)
+    typed = [f"recipe={recipe}", f"model={model}", *needed_by(recipe, tmp_path, model=model), *ranks]
+    if recipe.startswith("zero3") and model == "clip":
+        refused = [str(mistake) for mistake in compose_and_check(typed)[1]]
+        assert any("which ZeRO-3 gathers later; type strategy=fsdp" in mistake for mistake in refused)
+        return
+    config = composed_config(*typed)
     run = build(resolved(config, tmp_path))
     with torch.device("meta"):
         made = run.task._make_model()

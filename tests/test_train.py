@@ -55,6 +55,8 @@ def shortened(command: list[str]) -> list[str]:
         return command
     typed = {override.split("=")[0] for override in command}
     overrides = [override for override in SHORT if override.split("=")[0] not in typed]
+    if "scheduler=torch" in command:  # which warms up as its class does
+        overrides.remove("warmup_steps=1")
     if "callbacks.sample_text" in typed or any(
         override.startswith(("recipe=sft", "recipe=mixture")) for override in command
     ):

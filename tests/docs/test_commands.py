@@ -59,7 +59,7 @@ def test_a_command_that_needs_more_than_this_machine_composes_and_is_valid(
             Path("logs").symlink_to(tmp_path / "logs")
         commands = [[*open_project(words), *words] for words in commands if words[0] != NEW]
     for overrides in commands:
-        mistakes = _check(overrides)
+        mistakes = [mistake for mistake in _check(overrides) if "is this machine offline?" not in mistake]
         if any(override.startswith("strategy.nvme_path=") for override in overrides):  # a disk, and a library for it
             mistakes = [mistake for mistake in mistakes if not re.search("nvme_path|libaio", mistake)]
         if "resume=logs/mine" in overrides:  # here of GPT-2 on texts, on two pages not
@@ -105,8 +105,9 @@ def _make_workplace(folder: Path) -> Path:
     (folder / "my_rewards.py").write_text("def score(completions, **given):\n    return [0.0 for _ in completions]\n")
     (folder / "logs/judge/export").mkdir(parents=True)
     (folder / "logs/judge/export/config.json").write_text('{"architectures": ["GPT2ForSequenceClassification"]}')
-    (folder / "convnext_tiny.safetensors").write_bytes(bytes(8))
-    for table in ("iris", "houses", "patients"):
+    for weights in ("convnext_tiny", "vit"):
+        (folder / f"{weights}.safetensors").write_bytes(bytes(8))
+    for table in ("iris", "houses", "patients", "photos"):
         (folder / f"{table}.csv").write_text("size,price\n1,2\n")
     for name in ("raw", "tokens", "prepared/documents", "photos", "labelled", "imagenet"):
         (folder / name).mkdir(parents=True)
