@@ -203,9 +203,12 @@ class PairLoss(Loss):
 
 
 def _is_nearest(logits: Tensor, places: Tensor, others: Tensor) -> Tensor:
-    """Return whether the logit of each pair itself is above all others, [c] bool: equal ones are no answer."""
+    """Return whether the logit of each pair itself is above all others, [c] bool.
+
+    Equal ones are no answer, and neither is the only one.
+    """
     own = logits.gather(1, places[:, None]).squeeze(1)  # [c]
-    return own > logits.masked_fill(~others, -torch.inf).amax(dim=1)
+    return (own > logits.masked_fill(~others, -torch.inf).amax(dim=1)) & others.any(dim=1)
 
 
 class Clip(PairLoss):

@@ -147,3 +147,11 @@ def test_scores_of_a_trained_siglip_lose_no_digits_in_float32() -> None:
     assert term.sum.item() == pytest.approx(2 * (math.log1p(math.exp(-20)) + math.log(2)), rel=1e-6)
     own = make("siglip", "drop")(features, batch | {"caption": torch.zeros(2)})[0]
     assert own.sum.item() == pytest.approx(2 * math.log1p(math.exp(-20)), rel=1e-5)
+
+
+@both
+def test_where_all_captions_are_the_same_nothing_is_found(name: str) -> None:
+    terms = make(name)(read(), make_batch(captions=[1] * SIZE))
+    measured = {term.logged_as: term.sum.item() for term in terms}
+    assert measured["image_to_caption_accuracy"] == measured["caption_to_image_accuracy"] == 0
+    assert measured["repeated_captions"] == SIZE
