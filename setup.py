@@ -21,7 +21,7 @@ setup(
     packages=[NAME, *(f"{NAME}.{name}" for name in INNER)],
     package_dir={NAME: NAME} | {f"{NAME}.{folder}": folder for folder in FOLDERS},
     package_data={
-        "": ["*.yaml", "*.css", "*.jinja", "*.js", "*.LICENSE", "py.typed"],
+        "": ["*.yaml", "*.json", "*.css", "*.jinja", "*.js", "*.LICENSE", "py.typed"],
         f"{NAME}.{TEMPLATE}": ["template/**", "template/.*", "template/.github/**"],
     },
     cmdclass={"build_py": BuildWithScript},

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from recipes.errors import ConfigError, shell, type_setting
 from recipes.files import WriteError
+from recipes.shipped_models import is_shipped
 
 _NUM_HEAD_BYTES = 512
 _NO_MEMORY = "DefaultCPUAllocator"  # torch's allocator of host memory raises RuntimeError
@@ -90,15 +91,18 @@ def missing_folder(name: str, key: str) -> ConfigError | None:
 
 
 def missing_published(name: str, key: str) -> ConfigError | None:
-    """Return the error for a published model that is not in the file system under the path that names it.
+    """Return the error for published weights that are not in the file system under the path that names them.
 
     Args:
         name: As it was typed.
-        key: The setting that named it, `model.name` or `model.pretrained`.
+        key: The setting that named it, such as `model.pretrained`.
 
     Returns:
         None for a folder with a config.json, and for what may be the name of a hub repository.
     """
+    if is_shipped(name):
+        fix = f"{key}=null" if key.startswith("model.") else f"{key}=<folder with config.json, or hub id>"
+        return ConfigError(f"{key}={name}", "it is a configuration that comes without weights", fix)
     folder = os.path.expanduser(name)
     if not (name and os.path.isdir(folder)):  # unlike Path.is_dir, False if the name is too long
         return missing_folder(name, key)

@@ -170,6 +170,8 @@ def test_it_installs_one_name_and_no_top_level_recipes_or_callbacks(wheel: Path)
     files = ["assets/charts.js", "assets/uPlot.js", "assets/uPlot.css", "assets/uPlot.LICENSE", "templates/run.jinja"]
     assert {f"{report}/{name}" for name in files} <= set(names)
     assert {"lightning_recipes/py.typed", "lightning_recipes/train.py"} <= set(names)
+    shipped = "lightning_recipes/recipes/model/shipped"
+    assert {f"{shipped}/{name}/config.json" for name in ("clip_nano", "llama_nano")} <= set(names)
     assert "lightning_recipes/setup.py" not in names
     template = ROOT / "recipes/project/template"
     files = {str(file.relative_to(ROOT)) for file in template.rglob("*") if file.is_file() and file.suffix != ".pyc"}

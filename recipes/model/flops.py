@@ -34,16 +34,27 @@ class Flops:
     palm: float
     causal: float
 
+    def plus(self, flops: float) -> "Flops":
+        """Return the sum with FLOPs of products that no mask halves."""
+        return Flops(palm=self.palm + flops, causal=self.causal + flops)
 
-def flops_per_sample(model: nn.Module, shape: Sequence[int], *, frozen: Sequence[nn.Module] = ()) -> Flops | None:
+
+def flops_per_sample(
+    model: nn.Module, shape: Sequence[int], *, frozen: Sequence[nn.Module] = (), num_images: int = 0
+) -> Flops | None:
     """Return the FLOPs per trained sample as counted by the model; None if it does not count them.
 
     Args:
         model: Unsharded model on any device, including meta.
         shape: Shape of one sample: [T] tokens, or [C, H, W] of a square image.
         frozen: Models whose forward pass alone is run on the sample, before they are frozen.
+        num_images: Images among its tokens, which are encoded beside them.
     """
-    return _add_frozen(_flops_of_sample(model, shape), (_flops_of_sample(each, shape) for each in frozen))
+    trained = _flops_of_sample(model, shape)
+    if trained is not None and num_images:
+        untyped: Any = model
+        trained = trained.plus(num_images * untyped.flops_per_image())
+    return _add_frozen(trained, (_flops_of_sample(each, shape) for each in frozen))
 
 
 def _add_frozen(trained: Flops | None, frozen: Iterable[Flops | None]) -> Flops | None:
@@ -113,6 +124,7 @@ def decoder_flops_per_token(
     uses_head: bool = True,
     attention_width: int,
     seq_len: float,
+    within: nn.Module | None = None,
 ) -> Flops:
     """Return the FLOPs per trained token of a decoder.
 
@@ -123,8 +135,10 @@ def decoder_flops_per_token(
         uses_head: Whether it does; False for a model of rewards or values, of which N has no head.
         attention_width: L H Q, query heads times head size, summed over layers; H Q is hidden_size in most models.
         seq_len: T, tokens per sample; the mean over tokens where samples differ.
+        within: Model that the decoder is a part of, whose other parts may be trained; None: it is the model.
     """
-    per_weight = flops_per_weight(model)
+    of_all = flops_per_weight(within or model)
+    per_weight: dict[Tensor, float] = {weight: of_all[weight] for weight in model.parameters()}
     products = sum(flops * weight.numel() for weight, flops in per_weight.items())
     of_embedding, of_head = {*embedding.parameters()}, {*head.parameters()}
     not_multiplied = of_embedding - of_head if uses_head else of_embedding | of_head

@@ -4,7 +4,7 @@ Shapes: B pairs, C channels, S pixels a side, T tokens, F numbers of a feature.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from recipes.errors import ConfigError
-from recipes.model.init import fill, generator_for, named_parameters
+from recipes.model.init import fill, named_parameters
 from recipes.model.transformers_models import (
     OF_IMAGES_AND_TEXT,
     check_image_text,
     check_sizes,
+    draw_tower,
     list_settings,
     load_config,
     make_model_on_meta,
@@ -28,6 +29,7 @@ from recipes.numerics.linear import Linear
 
 _SCALE, _BIAS = "logit_scale", "logit_bias"
 _LAYERS = "encoder.layers"  # in both towers
+_OLD_END = 2
 _BEFORE_LAYERS = ("embeddings.", "pre_layrnorm.")
 # SigLIP starts with a scale of 10 and a bias of -10 (arXiv:2303.15343, section 3.2, and big_vision's config of it);
 # transformers (5.24) with 1 and 0, as it is made to load weights
@@ -54,7 +56,6 @@ class TransformersImageText(TwoTowers):
 
     input_kind: ClassVar[str] = "images_and_text"
     built_by_name: ClassVar[bool] = True  # `model.name` is that of a published one
-    reads_sizes_of_weights: ClassVar[bool] = True  # outside of the modules that have them
 
     def __init__(
         self,
@@ -84,6 +85,7 @@ class TransformersImageText(TwoTowers):
         self.title = type(self.inner).__name__
         for own in self._scalar_names():
             setattr(self.inner, own, nn.Parameter(torch.empty(1, device=getattr(self.inner, own).device)))
+        self.inner.text_model.embeddings.__class__ = _TextEmbeddings
         for module in self.inner.modules():
             if type(module) is nn.Linear:
                 module.__class__ = Linear
@@ -131,6 +133,32 @@ class TransformersImageText(TwoTowers):
         towers = (f"{tower}.{_LAYERS}" for tower in ("vision_model", "text_model"))
         return {f"inner.{tower}": self.inner.get_submodule(tower) for tower in towers}
 
+    def check_end(self, end_of_text: int, *, num_ids: int) -> None:
+        """Check that CLIP finds the end of captions, where it reads them; SigLIP reads the last position.
+
+        Args:
+            end_of_text: Token that ends a caption.
+            num_ids: Number of ids of the tokenizer.
+
+        Raises:
+            ConfigError: It would read another position.
+        """
+        text = self.inner.config.text_config
+        # models from before transformers 4.31 have 2, and look for the largest id instead
+        wanted = num_ids - 1 if text.eos_token_id == _OLD_END else text.eos_token_id
+        if not self.is_siglip and end_of_text != wanted:
+            reason = f"it reads a caption at its token {wanted}, and captions of this tokenizer end with {end_of_text}"
+            fix = f"tokenizer=from_model, or a config.json with text_config.eos_token_id={end_of_text}"
+            raise ConfigError(f"model.name={self.name}", reason, fix)
+
+    def modules_reading_children(self) -> list[nn.Module]:
+        """Return modules that read weights of their children without calling these."""
+        return [self.inner.vision_model.head.attention] if self.is_siglip else []
+
+    def weights_read_outside(self) -> list[nn.Parameter]:
+        """Return the weights that `forward` reads itself, and no module that it calls."""
+        return [getattr(self.inner, name) for name in self._scalar_names()]
+
     def published_config(self) -> dict[str, Any]:
         """Return the settings of config.json that change what the weights compute, as plain values."""
         return list_settings(self.inner.config)
@@ -138,7 +166,7 @@ class TransformersImageText(TwoTowers):
     def init_weights(self, seed: int) -> None:
         """Initialize every parameter and buffer in place by the rules of the model, from (seed, name)."""
         parameters = dict(named_parameters(self.inner))
-        for name, value in self._drawn(seed):
+        for name, value in draw_tower(make_model_on_meta(self.inner.config), seed=seed):
             fill(parameters[name], value)
         first = _FIRST_OF_SIGLIP if self.is_siglip else {_SCALE: self.inner.config.logit_scale_init_value}
         for name, number in first.items():
@@ -153,37 +181,21 @@ class TransformersImageText(TwoTowers):
             if not buffer.is_meta:
                 buffer.copy_(torch.arange(buffer.shape[1])[None])  # [1, positions]
 
-    def _drawn(self, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield initial values of parameters by name, but for scale and bias, drawn on the CPU one unit at a time.
 
-        A unit is a module that the model declares unsplittable, or another one with those of its children that have
-        none, because a module of transformers sets the weights of its children, too.
-        """
-        fresh = make_model_on_meta(self.inner.config)
-        whole = [name for name, module in fresh.named_modules() if type(module).__name__ in fresh._no_split_modules]
-        for name, module in list(fresh.named_modules()):
-            if any(name.startswith(f"{unit}.") for unit in whole):
-                continue
-            if name in whole:
-                own = dict(module.named_modules())
-            else:
-                own = {key: child for key, child in module.named_children() if not any(child.children())}
-            drawn = {key: part for key, part in own.items() if any(True for _ in part.parameters(recurse=False))}
-            if not drawn:
-                continue
-            for part in own.values():
-                part.to_empty(device="cpu", recurse=False)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(generator_for(name, seed=seed).initial_seed())
-                for part in reversed([module, *own.values()]):  # children first
-                    fresh._init_weights(part)  # transformers does this only for models not on the meta device
-            prefix = f"{name}." if name else ""
-            for key, part in drawn.items():
-                at = f"{prefix}{key}." if key else prefix
-                for own_name, value in part.named_parameters(recurse=False):
-                    yield f"{at}{own_name}", value.detach()
-            for part in own.values():
-                part.to_empty(device="meta", recurse=False)
+class _TextEmbeddings(nn.Module):
+    """Embeddings of a tower of text; transformers (5.24) reads the shape of a weight that ZeRO-3 gathers later."""
+
+    token_embedding: nn.Embedding
+    position_embedding: nn.Embedding
+    position_ids: Tensor
+
+    def forward(self, input_ids: Tensor, position_ids: None = None, inputs_embeds: None = None) -> Tensor:
+        """Tokens [B, T] -> sums of their embeddings and those of their positions [B, T, W]."""
+        assert position_ids is None
+        assert inputs_embeds is None
+        positions: Tensor = self.position_embedding(self.position_ids[:, : input_ids.shape[1]])  # [1, T, W]
+        embedded: Tensor = self.token_embedding(input_ids)
+        return embedded + positions
 
 
 def _number_tower(tower: nn.Module) -> dict[str, int]:

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from torch import nn
 from recipes.errors import ConfigError, type_extra, type_setting
 from recipes.foreign_file import missing_config, missing_folder, reading
 from recipes.model import Stack
-from recipes.model.init import unsharded_shape
+from recipes.model.init import generator_for, unsharded_shape
 from recipes.numerics.torchao_import import without_warnings_of_torchao
+from recipes.shipped_models import find_model
 
 log = logging.getLogger("lightning_recipes")
 
@@ -59,8 +60,12 @@ COMPARED = frozenset(
 )
 # types of models with a tower of images and one of text (test_image_text.py)
 IMAGE_TEXT = ("clip", "siglip")
+# types of models that read images among tokens (test_llava.py), and of the towers that read these
+VISION_LANGUAGE = ("llava",)
+VISION_TOWERS = ("clip_vision_model", "siglip_vision_model")
 CAUSAL = "a causal language model"  # what `model.name` is to name, in errors
 OF_IMAGES_AND_TEXT = "a CLIP or SigLIP model"
+OF_VISION_LANGUAGE = "a LLaVA model"
 # bidirectional encoders, even if transformers lists them as causal models
 _ENCODERS = ("bert", "electra", "ernie", "data2vec", "big_bird", "roformer", "xlm", "xlnet", "reformer", "xmod")
 # settings that name files, code and tokens, or that say how a model is loaded, trained and sampled
@@ -87,6 +92,8 @@ _POSITIVE = re.compile(
 _COUNTS = ("num_", "n_")
 _EPSILON = re.compile(r"_eps(ilon)?$")
 _FLOAT = "__float__"  # transformers writes inf as {"__float__": "Infinity"}
+# settings of models that change the logits after the head, or the hidden states before it
+_CHANGE_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
 _MAX_SHOWN = 100  # characters of a setting: a list may have a value for each layer
 _MAX_LAYERS = 1024  # as of our own models; they are built one by one
 _configs: dict[str, Any] = {}
@@ -97,7 +104,7 @@ def load_config(name: str, *, wanted: str = CAUSAL) -> Any:
     """Return the configuration of a published model, cached per process.
 
     Args:
-        name: Folder or hub name.
+        name: Folder, hub name, or name of a shipped model.
         wanted: What it is to be of, for errors.
 
     Raises:
@@ -108,7 +115,7 @@ def load_config(name: str, *, wanted: str = CAUSAL) -> Any:
     except ImportError as error:
         reason = "it needs the package transformers, which is not installed"
         raise ConfigError("model=huggingface", reason, type_extra("huggingface")) from error
-    folder = os.path.expanduser(name)
+    folder = find_model(name)
     is_folder = os.path.isdir(folder)  # unlike Path.is_dir, False if the name is too long
     if not is_folder and (wrong := missing_folder(name, "model.name")) is not None:
         raise wrong
@@ -122,7 +129,7 @@ def load_config(name: str, *, wanted: str = CAUSAL) -> Any:
 
 def reading_model(name: str, *, wanted: str = CAUSAL) -> AbstractContextManager[None]:
     """Report whatever transformers raises on a published config.json as one `ConfigError`, which says where it is."""
-    folder = os.path.expanduser(name)
+    folder = find_model(name)
     if not os.path.isdir(folder):
         return reading(name, f"model.name={name}", _type_model(wanted))
     return reading(Path(folder, "config.json"), f"model.name={name}", _type_valid(wanted))
@@ -170,11 +177,14 @@ def check_settings(config: Any, folder: Path, *, name: str, pretrained: str) -> 
     typed = f"model.pretrained={pretrained}"
     with reading(folder / "config.json", typed, "model.pretrained=<folder with a valid config.json>"):
         theirs = _read_published(str(folder), typed)
+        if theirs.model_type in VISION_LANGUAGE:
+            drop_unread_layers(theirs)
         own, others = (_flatten(list_settings(found), of=type(found)) for found in (config, theirs))
     check_not_quantized(getattr(theirs, "quantization_config", None), typed)
     if config.model_type != theirs.model_type:
         reason = f"the weights are of a model of type {theirs.model_type}, and model.name is one of {config.model_type}"
-        is_possible = _is_causal(type(theirs)) if _is_causal(type(config)) else theirs.model_type in IMAGE_TEXT
+        kinds = VISION_LANGUAGE if config.model_type in VISION_LANGUAGE else IMAGE_TEXT
+        is_possible = _is_causal(type(theirs)) if _is_causal(type(config)) else theirs.model_type in kinds
         fix = (
             type_setting("model.name", pretrained)
             if is_possible
@@ -189,6 +199,35 @@ def check_settings(config: Any, folder: Path, *, name: str, pretrained: str) -> 
             copied = f"<a copy of {pretrained} with other rope_parameters in its config.json>"
             fix += f", or model.name={copied} without model.pretrained"
         raise ConfigError(f"model.name={name} {typed}", reason, fix)
+
+
+def check_part(config: Any, folder: Path, *, setting: str) -> None:
+    """Check that weights belong to the tower or decoder of a LLaVA model, by the config.json beside them.
+
+    Args:
+        config: Configuration of the part. It may have fewer layers, of which nobody reads the others, and more tokens.
+        folder: Folder with the weights and their own config.json.
+        setting: The override that named it, `key=value`.
+
+    Raises:
+        ConfigError: They are of another type, are quantized, or have a setting that changes the result.
+    """
+    key = setting.partition("=")[0]
+    is_tower = config.model_type in VISION_TOWERS
+    fix = f"{key}=<weights of a {config.model_type}>"
+    with reading(folder / "config.json", setting, f"{key}=<folder with a valid config.json>"):
+        theirs = _read_published(str(folder), setting)
+        theirs = getattr(theirs, "vision_config", theirs) if is_tower else theirs
+        check_not_quantized(getattr(theirs, "quantization_config", None), setting)
+        if theirs.model_type != config.model_type:
+            reason = f"the weights are of a model of type {theirs.model_type}, and the part is a {config.model_type}"
+            raise ConfigError(setting, reason, fix)
+        own, others = (_flatten(list_settings(found), of=type(found)) for found in (config, theirs))
+    may_differ = ("num_hidden_layers", "vision_use_head") if is_tower else ("vocab_size",)
+    different = sorted(name for name in own.keys() | others.keys() if own.get(name) != others.get(name))
+    if different := [name for name in different if name not in may_differ]:
+        lines = "; ".join(f"{name}={_show(others.get(name))}, not {_show(own.get(name))}" for name in different)
+        raise ConfigError(setting, f"the weights are of another model: their config.json has {lines}", fix)
 
 
 def _is_possible(key: str, value: object) -> bool:
@@ -283,9 +322,11 @@ def without_remarks() -> Iterator[None]:
 
 def find_class(config: Any) -> Any:
     """Return the class of transformers that builds and loads models with a configuration."""
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModel if config.model_type in IMAGE_TEXT else AutoModelForCausalLM
+    if config.model_type in VISION_LANGUAGE:
+        return AutoModelForImageTextToText
+    return AutoModel if config.model_type in (*IMAGE_TEXT, *VISION_TOWERS) else AutoModelForCausalLM
 
 
 def make_model(config: Any) -> Any:
@@ -338,6 +379,85 @@ def find_blocks(inner: Any, *, name: str) -> tuple[str, str]:
             return parent, own
     reason = f"{type(inner).__name__} does not say which of its modules are blocks (_no_split_modules)"
     raise ConfigError(f"model.name={name}", reason, "model.name=<another model>, or model=llama_1b and the like")
+
+
+def draw_decoder(
+    fresh: Any, *, blocks: str, seed: int, only: Collection[str] | None = None, prefix: str = ""
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield initial values of parameters and buffers of a decoder by name, drawn on the CPU one unit at a time.
+
+    A unit is a block, because models scale the end of a residual branch there, or a module outside blocks.
+
+    Args:
+        fresh: Decoder on the meta device, whose `_init_weights` has its rules.
+        blocks: Name of its list of blocks.
+        seed: Seed of the run.
+        only: Names of modules whose values are wanted; None: all.
+        prefix: Of names that are yielded and in `only`, and of those that are drawn from.
+    """
+    of_blocks = f"{prefix}{blocks}."
+    for own, module in list(fresh.named_modules()):
+        name = f"{prefix}{own}".removesuffix(".")
+        is_block = name.startswith(of_blocks) and "." not in name.removeprefix(of_blocks)
+        if name.startswith(of_blocks) and not is_block:
+            continue
+        if only is not None and not any(unit == name or (is_block and unit.startswith(f"{name}.")) for unit in only):
+            continue
+        if not is_block and not any(True for _ in _own_tensors(module)):
+            continue
+        module.to_empty(device="cpu", recurse=is_block)
+        _draw(fresh, reversed(list(module.modules())) if is_block else [module], name=name, seed=seed)
+        found = [*module.named_parameters(recurse=is_block), *module.named_buffers(recurse=is_block)]
+        yield from ((f"{name}.{own_name}" if name else own_name, value.detach()) for own_name, value in found)
+        module.to_empty(device="meta", recurse=is_block)
+
+
+def draw_tower(fresh: Any, *, seed: int, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield initial values of the parameters of a model of towers by name, drawn on the CPU one unit at a time.
+
+    A unit is a module that the model declares unsplittable, or another one with those of its children that have none,
+    because a module of transformers sets the weights of its children, too.
+
+    Args:
+        fresh: Model on the meta device, whose `_init_weights` has its rules.
+        seed: Seed of the run.
+        prefix: Of names that are yielded and drawn from.
+    """
+    whole = [name for name, module in fresh.named_modules() if type(module).__name__ in fresh._no_split_modules]
+    for own, module in list(fresh.named_modules()):
+        if any(own.startswith(f"{unit}.") for unit in whole):
+            continue
+        if own in whole:
+            parts = dict(module.named_modules())
+        else:
+            parts = {key: child for key, child in module.named_children() if not any(child.children())}
+        drawn = {key: part for key, part in parts.items() if any(True for _ in part.parameters(recurse=False))}
+        if not drawn:
+            continue
+        for part in parts.values():
+            part.to_empty(device="cpu", recurse=False)
+        name = f"{prefix}{own}".removesuffix(".")
+        _draw(fresh, reversed([module, *parts.values()]), name=name, seed=seed)  # children first
+        start = f"{name}." if name else ""
+        for key, part in drawn.items():
+            at = f"{start}{key}." if key else start
+            for own_name, value in part.named_parameters(recurse=False):
+                yield f"{at}{own_name}", value.detach()
+        for part in parts.values():
+            part.to_empty(device="meta", recurse=False)
+
+
+def _draw(fresh: Any, parts: Iterable[nn.Module], *, name: str, seed: int) -> None:
+    """Draw the values of the parts of a unit from (seed, name), which transformers does off the meta device only."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator_for(name, seed=seed).initial_seed())
+        for part in parts:
+            fresh._init_weights(part)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
 
 
 # layers that compute several matrix products at once, under the names that models of transformers give them
@@ -444,13 +564,7 @@ def check_image_text(config: Any, *, name: str) -> None:
         raise ConfigError(typed, reason, _type_model(OF_IMAGES_AND_TEXT))
     _check_values(config, typed, wanted=OF_IMAGES_AND_TEXT)
     images, text = config.vision_config, config.text_config
-    for key in ("image_size", "patch_size"):
-        if not isinstance(getattr(images, key), int):
-            reason = f"its config.json has vision_config.{key}={_show(getattr(images, key))}, which is not one number"
-            raise ConfigError(typed, reason, _type_valid(OF_IMAGES_AND_TEXT))
-    if images.patch_size > images.image_size:
-        reason = f"its images have {images.image_size} pixels a side, and a patch {images.patch_size}"
-        raise ConfigError(typed, reason, _type_valid(OF_IMAGES_AND_TEXT))
+    _check_pixels(images, typed, tower="vision_config.")
     if kind != "siglip":
         return
     if not images.vision_use_head:
@@ -459,6 +573,108 @@ def check_image_text(config: Any, *, name: str) -> None:
     if text.projection_size != images.hidden_size:
         reason = f"its captions have {text.projection_size} features, and its images {images.hidden_size}"
         raise ConfigError(typed, reason, _type_valid(OF_IMAGES_AND_TEXT))
+
+
+def join_configs(vision: str, language: str, *, feature_layer: int) -> Any:
+    """Return the configuration of a LLaVA model with the tower of one model and the decoder of another.
+
+    Args:
+        vision: Folder or hub name of a CLIP or SigLIP model, or of its tower.
+        language: Folder or hub name of a causal language model.
+        feature_layer: Layer of the tower whose features are read.
+
+    Raises:
+        ConfigError: One of them does not exist, or cannot be part of such a model.
+    """
+    from transformers import LlavaConfig
+
+    with _naming("vision"), reading_model(vision, wanted=OF_IMAGES_AND_TEXT):
+        images = load_config(vision, wanted=OF_IMAGES_AND_TEXT)
+        tower = getattr(images, "vision_config", images)
+        _check_tower(tower, f"model.name={vision}")
+    with _naming("language"), reading_model(language):
+        text = load_config(language)
+        check_kind(text, name=language)
+        head = make_model_on_meta(text).get_output_embeddings()
+        if changes_logits(text) or getattr(head, "bias", None) is not None:
+            what = "changes the logits of its head" if changes_logits(text) else "has a bias in its head"
+            reason = f"a model of type {text.model_type} {what}, which a LLaVA model of transformers does not"
+            raise ConfigError(f"model.name={language}", reason, "model.name=<a Llama, Mistral, Qwen and the like>")
+    strategy = "default" if tower.model_type == "clip_vision_model" else "full"
+    return LlavaConfig(
+        vision_config=tower,
+        text_config=text,
+        vision_feature_layer=feature_layer,
+        vision_feature_select_strategy=strategy,
+        tie_word_embeddings=text.tie_word_embeddings,
+    )
+
+
+@contextmanager
+def _naming(part: str) -> Iterator[None]:
+    """Let errors about a model of `model.name` name the setting of a part."""
+    try:
+        yield
+    except ConfigError as error:
+        said = (text.replace("model.name", f"model.{part}") for text in (error.setting, error.reason, error.fix))
+        raise ConfigError(*said) from error
+
+
+def read_vision_language(config: Any, *, name: str) -> Any:
+    """Return the configuration of a LLaVA model, checked.
+
+    Raises:
+        ConfigError: It is of another type, is quantized, or has another tower.
+    """
+    typed = f"model.name={name}"
+    if config.model_type not in VISION_LANGUAGE:
+        reason = f"a model of type {config.model_type} is not of type {' or '.join(VISION_LANGUAGE)}"
+        raise ConfigError(typed, reason, _type_model(OF_VISION_LANGUAGE))
+    _check_values(config, typed, wanted=OF_VISION_LANGUAGE)
+    _check_tower(config.vision_config, typed)
+    return config
+
+
+def _check_tower(tower: Any, typed: str) -> None:
+    if tower.model_type not in VISION_TOWERS:
+        reason = f"its images are read by a {tower.model_type}, and this model has a tower of CLIP or SigLIP"
+        raise ConfigError(typed, reason, _type_model(OF_IMAGES_AND_TEXT))
+    _check_values(tower, typed, wanted=OF_IMAGES_AND_TEXT)
+    _check_pixels(tower, typed, tower="")
+
+
+def _check_pixels(images: Any, typed: str, *, tower: str) -> None:
+    for key in ("image_size", "patch_size"):
+        if not isinstance(getattr(images, key), int):
+            reason = f"its config.json has {tower}{key}={_show(getattr(images, key))}, which is not one number"
+            raise ConfigError(typed, reason, _type_valid(OF_IMAGES_AND_TEXT))
+    if images.patch_size > images.image_size:
+        reason = f"its images have {images.image_size} pixels a side, and a patch {images.patch_size}"
+        raise ConfigError(typed, reason, _type_valid(OF_IMAGES_AND_TEXT))
+
+
+def drop_unread_layers(config: Any) -> None:
+    """Leave out the layers of a tower behind the last one whose features a LLaVA model reads, and its pooling head.
+
+    Raises:
+        ConfigError: There is no such layer.
+    """
+    tower, read = config.vision_config, config.vision_feature_layer
+    number = tower.num_hidden_layers
+    given = [read] if isinstance(read, int) else [*read]
+    places = [place + number + 1 if place < 0 else place for place in given]  # 0: before the first layer
+    if not places or max(places) > number or min(places) < 0 or not max(places):
+        reason = f"the tower has {number} layers"
+        raise ConfigError(f"model.vision_feature_layer={read}", reason, "model.vision_feature_layer=-2")
+    tower.num_hidden_layers = last = max(places)
+    config.vision_feature_layer = -1 if isinstance(read, int) else [place - last - 1 for place in places]
+    if tower.model_type == "siglip_vision_model":
+        tower.vision_use_head = False
+
+
+def changes_logits(config: Any) -> bool:
+    """Return whether a decoder changes the logits after its head, or the hidden states before it."""
+    return any(getattr(config, key, None) not in (None, 1, 1.0) for key in _CHANGE_LOGITS)
 
 
 def count_experts(config: Any) -> int:

@@ -277,10 +277,12 @@ def _freeze(parameter: nn.Parameter, name: str, deciding: Sequence[Rule], *, has
     rule = _find_freezing(deciding)
     if rule is None:
         return
-    if has_adapter and not rule.freeze and not is_adapter(name):
-        # a checkpoint and an export hold the adapter alone
+    if has_adapter and not rule.freeze and not (is_adapter(name) or parameter.requires_grad):
+        # a checkpoint and an export hold what the adapter trains alone
         reason = f"an adapter trains beside frozen weights, which no checkpoint of it holds, and it trains {name}"
-        raise ConfigError(_show(rule), reason, "adapter=none, or a match of adapter weights such as lora_B")
+        module = name.removeprefix("inner.").rpartition(".")[0]
+        fix = f"adapter.modules_to_save=[{module}] instead, adapter=none, or a match of weights that the adapter trains"
+        raise ConfigError(_show(rule), reason, fix)
     if rule.freeze or not has_adapter:
         parameter.requires_grad_(not rule.freeze)
 

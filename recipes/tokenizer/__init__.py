@@ -234,6 +234,50 @@ class Tokenizer:
         settings = self._settings | {"chat_template": template}
         return _from_json(self.to_json(), self.end_of_text, settings, self._published_ids)
 
+    def knows(self, text: str) -> bool:
+        """Return whether a text is an entry of the vocabulary."""
+        return self._backend.token_to_id(text) is not None
+
+    def with_special_token(self, text: str, *, id: int) -> Tokenizer:
+        """Return a copy that recognizes a text as a special token of this id.
+
+        Where the vocabulary ends before it, tokens that no text has fill the gap.
+        """
+        backend = Backend.from_str(self.to_json())
+        unused = [f"<unused_{number}>" for number in range(self.vocab_size, id)]
+        for token in [*unused, text]:
+            backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        assert backend.token_to_id(text) == id, f"{text} is {backend.token_to_id(text)}, not {id}"
+        published = self._published_ids
+        return Tokenizer(backend, end_of_text=self.end_of_text, settings=dict(self._settings), published_ids=published)
+
+    def with_mark(self, mark: str, *, in_place_of: int) -> Tokenizer:
+        """Return a copy with one more token, the last one, which stands wherever a text has a mark.
+
+        Args:
+            mark: Text that no other text has.
+            in_place_of: Id of the added token for which the mark stands, if there is one: no text has that token
+                any more, however it is spelled. All other texts keep their ids.
+        """
+        content = json.loads(self.to_json())
+        hidden, settings, flags = f"{mark} {in_place_of}", dict(self._settings), dict[str, bool]()
+        for token in content["added_tokens"]:
+            if token["id"] != in_place_of:
+                continue
+            spelled, token["content"] = token["content"], hidden
+            flags = {name: token[name] for name in ("lstrip", "rstrip")}
+            settings |= {name: mark for name, text in self.special_tokens.items() if text == spelled}
+            vocab = content["model"]["vocab"]  # many have added tokens there, too
+            if isinstance(vocab, dict) and spelled in vocab:
+                vocab[hidden] = vocab.pop(spelled)
+            elif isinstance(vocab, list):
+                content["model"]["vocab"] = [[hidden if text == spelled else text, score] for text, score in vocab]
+        backend = Backend.from_str(json.dumps(content))
+        # not special: plain text has it, too
+        backend.add_tokens([AddedToken(mark, normalized=False, special=False, **flags)])
+        published = self._published_ids
+        return Tokenizer(backend, end_of_text=self.end_of_text, settings=settings, published_ids=published)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text; end-of-text is spelled out, invalid UTF-8 becomes U+FFFD."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 from recipes.errors import ConfigError, python, type_extra, type_setting
 from recipes.files import count
 from recipes.foreign_file import reading
+from recipes.shipped_models import is_shipped
 from recipes.tokenizer import (
     ADDED_TOKENS_FILE,
     GENERATION_FILE,
@@ -64,6 +65,9 @@ class HuggingFace:
         if is_file:
             fix = type_setting("tokenizer.name", folder.parent) if folder.name == TOKENIZER_FILE else READ_FIX
             raise ConfigError(setting, "it is a file, and a tokenizer is the folder that it is in", fix)
+        if is_shipped(self.name):
+            reason = "it is the configuration of a model that comes without a tokenizer"
+            raise ConfigError(setting, reason, "tokenizer=bpe, or tokenizer=bytes")
         if not is_folder and self.name.startswith((".", "/", "~")):
             raise self._error("there is no such folder")
         if not is_folder:

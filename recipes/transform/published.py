@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from recipes.errors import ConfigError, type_extra
 from recipes.foreign_file import describe_error, reading
+from recipes.shipped_models import find_model
 from recipes.torchvision_import import repair
 
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
@@ -27,8 +28,9 @@ IMAGENET: dict[str, Any] = {
 _CONFIG, _PROCESSORS = "config.json", ("preprocessor_config.json", "processor_config.json")
 _FILES = (_CONFIG, *_PROCESSORS)
 _TIMM_PREFIXES = ("hf_hub:", "hf-hub:", "local-dir:")  # of names with a slash that are timm's
-_INTERPOLATIONS: dict[int, Interpolation] = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # by Pillow's number
-# model_type -> what its image processor does where no file says it (transformers 5)
+INTERPOLATIONS: dict[int, Interpolation] = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # by Pillow's number
+_LLAVA, _SIZE_OF_LLAVA = "llava", 336
+# type of model that a tower is from -> what its image processor does where no file says it (transformers 5)
 _OF_TYPES: dict[str, dict[str, Any]] = {
     "clip": IMAGENET
     | {
@@ -67,15 +69,15 @@ def read_published(model: str | None) -> tuple[dict[str, Any], str]:
     """Return what the published weights of a model read, ImageNet's without such weights; and whose it is.
 
     Args:
-        model: A name of timm; or a folder or a repository of the hub with a CLIP or SigLIP model of transformers; None:
-            no published model.
+        model: A name of timm; or a folder or a repository of the hub with a CLIP, SigLIP or LLaVA model of
+            transformers; None: no published model.
 
     Raises:
         ConfigError: There is no such model, or a file of it is damaged.
     """
     if model is None:
         return IMAGENET, "usual for ImageNet"
-    if os.path.isdir(os.path.expanduser(model)) or ("/" in model and not model.startswith(_TIMM_PREFIXES)):
+    if os.path.isdir(find_model(model)) or ("/" in model and not model.startswith(_TIMM_PREFIXES)):
         return _read_transformers(model)
     return _read_timm(model)
 
@@ -106,12 +108,16 @@ def _read_timm(model: str) -> tuple[dict[str, Any], str]:
 
 
 def _read_transformers(model: str) -> tuple[dict[str, Any], str]:
-    """Return what a CLIP or SigLIP model reads: its size by config.json, all else by the settings of its processor."""
+    """Return what a CLIP or SigLIP model reads: its size by config.json, all else by the settings of its processor.
+
+    LLaVA's models read what the tower in them does.
+    """
     folder = _find_folder(model)
     config = _read_json(folder / _CONFIG, model)
-    kind = config.get("model_type")
+    vision = config.get("vision_config") or (config if "image_size" in config else {})
+    kind = _find_kind(config, vision)
     if kind not in _OF_TYPES:
-        return IMAGENET, f"usual for ImageNet, because {model} is no CLIP or SigLIP model"
+        return IMAGENET, f"usual for ImageNet, because {model} is no CLIP, SigLIP or LLaVA model"
     given = dict(_OF_TYPES[kind])
     file = next((folder / name for name in _PROCESSORS if (folder / name).is_file()), None)
     origin = f"usual for {kind}, because there is no {_PROCESSORS[0]} in {model}"
@@ -120,8 +126,16 @@ def _read_transformers(model: str) -> tuple[dict[str, Any], str]:
         with reading(file, f"model.name={model}", "'transform.model=null' with transform.mean, std and size"):
             given |= _read_processor(found.get("image_processor", found))
         origin = f"published with {model}"
-    vision = config.get("vision_config") or {}
-    return given | {"size": int(vision.get("image_size", IMAGENET["size"]))}, origin
+    default = _SIZE_OF_LLAVA if config.get("model_type") == _LLAVA and not vision else IMAGENET["size"]
+    return given | {"size": int(vision.get("image_size", default))}, origin
+
+
+def _find_kind(config: Mapping[str, Any], vision: Mapping[str, Any]) -> str:
+    """Return the kind of model whose tower reads the images: of LLaVA, CLIP unless it says otherwise."""
+    kind = str(config.get("model_type"))
+    if kind == _LLAVA:
+        kind = str(vision.get("model_type", "clip"))
+    return kind.removesuffix("_vision_model")
 
 
 def _read_processor(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +145,7 @@ def _read_processor(settings: Mapping[str, Any]) -> dict[str, Any]:
         if settings.get(key) is not None:
             found[name] = tuple(map(float, settings[key]))
     if settings.get("resample") is not None:
-        found["interpolation"] = _INTERPOLATIONS[settings["resample"]]
+        found["interpolation"] = INTERPOLATIONS[settings["resample"]]
     size, crop = settings.get("size"), settings.get("crop_size")
     if isinstance(size, dict) and "height" in size:
         return found | {"crop_mode": "squash", "eval_crop": 1.0}
@@ -148,7 +162,7 @@ def _find_folder(model: str) -> Path:
     Raises:
         ConfigError: It is neither.
     """
-    folder = Path(os.path.expanduser(model))
+    folder = Path(find_model(model))
     if folder.is_dir():
         return folder
     setting, fix = f"model.name={model}", f"model.name=<folder with {_CONFIG}, or another hub id>"

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from recipes.adapter import list_trained_beside
 from recipes.adapter.nf4_base import unquantize
 from recipes.blocks import apart
 from recipes.errors import ConfigError
@@ -155,7 +156,11 @@ def restore_precision(model: nn.Module, seed: int) -> float | None:
     restored = unquantize(model)
     if not restored:
         return None
+    beside = list_trained_beside(model)
+    learned = {name: weight.clone() for name, weight in model.named_parameters() if name in beside}
     _initialize_base(model, seed)
+    for name, values in learned.items():
+        model.get_parameter(name).copy_(values)
     squares = torch.zeros(2, dtype=torch.float64)  # squared norms: differences, weights
     for layer, rounded in restored:
         whole = layer.weight.float()  # [M, K]
@@ -167,11 +172,12 @@ def restore_precision(model: nn.Module, seed: int) -> float | None:
 def load_published(model: nn.Module, pretrained: str, *, seed: int = 0) -> None:
     """Fill every parameter and buffer from published weights; the seed is that of a new head."""
     # lazy: only runs that load published weights pay for importing safetensors
-    from recipes.model.weights import huggingface, timm_folder, torchvision
+    from recipes.model.weights import huggingface, llava_parts, timm_folder, torchvision
 
     load: dict[str, Callable[[Any, str], None]] = {
         "huggingface": huggingface.load_pretrained,
         "image_tower": functools.partial(timm_folder.load_tower, seed=seed),
+        "llava": functools.partial(llava_parts.load, seed=seed),
         "timm": functools.partial(timm_folder.load_pretrained, seed=seed),
         "torchvision": torchvision.load_pretrained,
     }

@@ -11,7 +11,7 @@ import pickle
 import re
 import zipfile
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import xxhash
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from recipes.errors import ConfigError, type_extra
 from recipes.foreign_file import describe_error, missing_published, reading
+from recipes.shipped_models import find_model
 
 log = logging.getLogger("lightning_recipes")
 
@@ -93,7 +94,7 @@ def _download(snapshot_download: Any, name: str) -> Path:
 
 def published_folder(name: str) -> Path | None:
     """Return the folder of a published model, or what the hub gave of it; None if neither is there any more."""
-    folder = Path(os.path.expanduser(name))
+    folder = Path(find_model(name))
     if os.path.isdir(folder):
         return folder
     try:
@@ -392,6 +393,23 @@ def hash_weights(name_or_folder: str) -> str:
     folder = published_folder(name_or_folder)
     with open_weights(folder or Path(name_or_folder)) as weights:
         return weights.hash()
+
+
+def hash_parts(places: Sequence[str]) -> str:
+    """Return a hash of the tensors of a published model, or of those that a model is put together from, in order.
+
+    Raises:
+        ConfigError: The files are no longer there, or cannot be read.
+    """
+    hashes = [hash_weights(place) for place in places]
+    return hashes[0] if len(hashes) == 1 else xxhash.xxh3_128("\n".join(hashes).encode()).hexdigest()
+
+
+def list_places(model: nn.Module) -> tuple[str, ...]:
+    """Return the folders or hub names of the weights that a model begins with; none of weights from a seed."""
+    pretrained: str | None = getattr(model, "pretrained", None)
+    places: tuple[str, ...] = getattr(model, "pretrained_parts", () if pretrained is None else (pretrained,))
+    return places
 
 
 def _weight_files(folder: Path, setting: str) -> list[Path]:

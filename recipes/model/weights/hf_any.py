@@ -13,7 +13,14 @@ from torch import Tensor
 from recipes.errors import ConfigError
 from recipes.foreign_file import reading
 from recipes.model.init import fill, named_parameters, unsharded_shape
-from recipes.model.transformers_models import IMAGE_TEXT, find_class, make_model_on_meta, without_remarks
+from recipes.model.transformers_models import (
+    IMAGE_TEXT,
+    VISION_LANGUAGE,
+    VISION_TOWERS,
+    find_class,
+    make_model_on_meta,
+    without_remarks,
+)
 from recipes.model.weights.files import (
     PublishedWeights,
     check_head,
@@ -29,6 +36,11 @@ _FITTING = "model.name=<folder whose config.json describes its tensors>"
 
 # arguments of from_pretrained with which `check_loaded` finds what does not fit, and transformers raises nothing
 CHECKED_AFTERWARDS = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+
+# of files with a tower of LLaVA: what belongs to captions, a layer, and what pools the features of patches
+_OF_TEXT = re.compile(r"text_model\.|text_projection\.|visual_projection\.|logit_(scale|bias)$")
+_LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
+_POOLING = re.compile(r"(^|\.)head\.")
 
 log = logging.getLogger("lightning_recipes")
 
@@ -65,7 +77,7 @@ def load_weights(inner: Any, name_or_folder: str, *, key: str) -> None:
             if not _is_ignored(inner, name):  # transformers would take quantized ones and NaN for weights
                 weights.read(name, like=likes.get(name))
     missing = [name for name in wanted if name not in found]
-    converted = _tensors(_load_converted(inner, folder, name_or_folder))
+    converted = load_converted(inner.config, folder, f"model.pretrained={name_or_folder}")
     # a head that is tied to the embedding is none of its tensors, unless the file holds other values for it
     for lines, others in (("it has no", {*wanted} - {*converted}), ("it also has", {*converted} - {*wanted})):
         if others:
@@ -76,7 +88,7 @@ def load_weights(inner: Any, name_or_folder: str, *, key: str) -> None:
         *(name_or_folder, len(missing), len(wanted), missing[0]),
     )
     for name, tensor in wanted.items():
-        _set(tensor, converted[name].detach(), name, name_or_folder)
+        _set(tensor, converted[name], name, name_or_folder)
 
 
 def _tensors(inner: Any) -> dict[str, Tensor]:
@@ -114,21 +126,48 @@ def _is_ignored(inner: Any, name: str) -> bool:
     """Return whether transformers, too, does without a tensor of a file: saved masks, frequencies, further heads."""
     ignored = [*(inner._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"attn\.(masked_)?bias$"]
     ignored.append(r"embeddings\.position_ids$")
-    return any(re.search(pattern, name) for pattern in ignored)
+    return _is_unread(inner.config, name) or any(re.search(pattern, name) for pattern in ignored)
 
 
 def _list(names: Collection[str]) -> str:
     return min(names) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _load_converted(inner: Any, folder: Path, name: str) -> Any:
-    setting = f"model.pretrained={name}"
+def load_converted(config: Any, folder: Path, setting: str) -> dict[str, Tensor]:
+    """Return the tensors of a published model by the names of transformers, which loads and converts the files.
+
+    Args:
+        config: Configuration of the model; of a tower of LLaVA without the layers that nobody reads.
+        folder: Folder with config.json and weights.
+        setting: The override that named it, `key=value`.
+
+    Raises:
+        ConfigError: The weights are damaged or belong to a different model.
+    """
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False, **CHECKED_AFTERWARDS}
     options["attn_implementation"] = "eager"  # config.json may name one of a package that is not installed
+    if config.model_type in (*VISION_LANGUAGE, *VISION_TOWERS):
+        options["config"] = config
     with without_progress_bars(), without_remarks(), reading(folder, setting, copy_of(setting)):
-        whole, report = find_class(inner.config).from_pretrained(str(folder), **options)
+        whole, report = find_class(config).from_pretrained(str(folder), **options)
+    unread = {name for name in map(str, report["unexpected_keys"]) if _is_unread(config, name)}
+    report["unexpected_keys"] = {*map(str, report["unexpected_keys"])} - unread
     check_loaded(report, setting, fitting=_FITTING)
-    return whole
+    return {name: tensor.detach() for name, tensor in _tensors(whole).items()}
+
+
+def _is_unread(config: Any, name: str) -> bool:
+    """Return whether a tensor is of a part of a tower that a LLaVA model does not compute, or not of the tower."""
+    if config.model_type not in (*VISION_LANGUAGE, *VISION_TOWERS):
+        return False
+    is_whole = config.model_type in VISION_LANGUAGE
+    if not is_whole and _OF_TEXT.match(name):
+        return True
+    if is_whole and "vision_tower" not in name:
+        return False
+    number = config.vision_config.num_hidden_layers if is_whole else config.num_hidden_layers
+    layer = _LAYER.search(name)
+    return _POOLING.search(name) is not None or (layer is not None and int(layer[1]) >= number)
 
 
 def check_loaded(report: Mapping[str, Collection[Any]], setting: str, *, fitting: str) -> None:
@@ -187,7 +226,7 @@ def save_weights(inner: Any, folder: Path) -> None:
     as_theirs = {name: tensor[0] if name in scalars else tensor for name, tensor in own.items()} if scalars else None
     with without_progress_bars(), without_warning_of_deepspeed():
         inner.save_pretrained(folder, state_dict=as_theirs)
-    loaded = _tensors(_load_converted(inner, folder, str(folder)))
+    loaded = load_converted(inner.config, folder, f"model.pretrained={folder}")
     for name, tensor in _tensors(inner).items():
         values = tensor[0] if name in scalars else tensor
         if name not in loaded or not torch.equal(loaded[name].float(), values.detach().cpu().float()):

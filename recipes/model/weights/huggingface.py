@@ -16,10 +16,11 @@ from recipes.errors import ConfigError, type_setting
 from recipes.files import filling
 from recipes.foreign_file import reading
 from recipes.model.gpt2 import GPT2
-from recipes.model.huggingface import HuggingFace
+from recipes.model.huggingface import OfTransformers
 from recipes.model.image_text import TransformersImageText
 from recipes.model.init import fill, named_buffers, named_parameters
 from recipes.model.llama import Llama
+from recipes.model.llava import Llava
 from recipes.model.moe import DeepSeekV3, MoeLlama
 from recipes.model.transformers_models import (
     check_kind,
@@ -46,10 +47,12 @@ from recipes.model.weights.hf_format import FITTING_FOLDER, Entry, Format, HFCon
 from recipes.model.weights.hf_gpt2 import GPT2Format
 from recipes.model.weights.hf_llama import LlamaFormat
 from recipes.model.weights.hf_mixtral import MixtralFormat
+from recipes.model.weights.llava_processor import LlavaProcessorFiles
 from recipes.model.weights.text_side import EXPORT_FILES, end_texts, load_exported_tokenizer, writing_text_side
 from recipes.tokenizer import TOKENIZER_FILE
+from recipes.transform.published import Pixels
 
-_OF_TRANSFORMERS = (HuggingFace, TransformersImageText)
+_OF_TRANSFORMERS = (OfTransformers, TransformersImageText)
 _TIED_HEAD = "lm_head.weight"  # a copy of the embedding where the two are tied
 _BLOCK = re.compile(r"(?:^|\.)(?:h|layers)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -107,6 +110,7 @@ def export_pretrained(
     *,
     tokenizer_folder: str | Path | None = None,
     published: str | None = None,
+    pixels: Pixels | None = None,
 ) -> None:
     """Write a folder that `from_pretrained` of transformers can load.
 
@@ -118,6 +122,8 @@ def export_pretrained(
         folder: Created if necessary; existing files with the same names are overwritten.
         tokenizer_folder: Source of the tokenizer; None: that of the published model, if there is one.
         published: Folder or hub name that the weights came from; None: that of the model, if it has one.
+        pixels: What a model that reads images among tokens reads, for its processor; None: it is not known, and there
+            is none.
 
     Raises:
         ConfigError: transformers does not load the tokenizer as it was in training.
@@ -125,6 +131,10 @@ def export_pretrained(
     """
     published = published or (model.name if isinstance(model, _OF_TRANSFORMERS) else getattr(model, "pretrained", None))
     tokenizer = None if tokenizer_folder is None else load_exported_tokenizer(Path(tokenizer_folder), published)
+    processor: LlavaProcessorFiles | None = None
+    if isinstance(model, Llava) and tokenizer is not None and pixels is not None:
+        processor = LlavaProcessorFiles(model, tokenizer, pixels)
+        tokenizer = processor.tokenizer
     # an adapter or settings of an earlier export would be read with this one
     with filling(Path(folder), owned=EXPORT_FILES) as target:
         _write_config(model, target)
@@ -135,6 +145,8 @@ def export_pretrained(
                 _write_weights(model, target)
         if isinstance(model, TransformersImageText) and (target / TOKENIZER_FILE).is_file():
             end_texts(target)
+        if processor is not None:
+            processor.write(target)
 
 
 def _write_config(model: nn.Module, target: Path) -> None:

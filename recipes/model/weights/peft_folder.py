@@ -1,5 +1,6 @@
 """Save and load adapters in the folder format of `peft`."""
 
+import copy
 import json
 import logging
 import math
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes.adapter import is_adapter, is_factor, list_targets
+from recipes.adapter import is_adapter, is_factor, list_targets, list_trained_beside
 from recipes.errors import ConfigError, type_setting
 from recipes.files import filling
 from recipes.foreign_file import reading
@@ -34,6 +35,8 @@ _HARMLESS = {
     # which layers have an adapter is seen from its tensors, and of which form their weights are, from the layers
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "feedforward_modules"),
     *("fan_in_fan_out", "megatron_config", "megatron_core", "ensure_weight_tying"),
+    # compared by the modules that they are
+    "modules_to_save",
     # used by another setting, which is compared
     *("qalora_group_size", "corda_config", "eva_config", "loftq_config", "lora_ga_config", "init_ia3_weights"),
 }
@@ -62,9 +65,10 @@ def name_in_peft(name: str) -> str:
     return f"base_model.model.{plain.replace('lora_magnitude_vector.weight', 'lora_magnitude_vector')}"
 
 
-def is_beside_base(name: str) -> bool:
-    """Return whether a parameter is in a peft folder: of an adapter, or the score that is trained beside it."""
-    return is_adapter(name) or name == SCORE_WEIGHT
+def list_saved(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that are in a peft folder: of an adapter, and what is trained beside it."""
+    of_adapter = {name for name, _ in model.named_parameters() if is_adapter(name) or name == SCORE_WEIGHT}
+    return of_adapter | list_trained_beside(model)
 
 
 def save_adapter(model: Any, folder: Path) -> None:
@@ -88,19 +92,23 @@ def save_adapter(model: Any, folder: Path) -> None:
     if model.pretrained is None:
         reason = "the weights beside the adapter were drawn from the seed, and are published nowhere"
         raise ConfigError("mode.adapter=separate", reason, "mode.adapter=merged")
+    if not getattr(model, "is_whole", True):
+        reason = "the model beside the adapter was put together of several, and is published nowhere as a whole"
+        raise ConfigError("mode.adapter=separate", reason, "mode.adapter=merged")
+    saved = list_saved(model)
     tensors = {
-        name_in_peft(name): parameter.detach().cpu().contiguous()
-        for name, parameter in model.named_parameters()
-        if is_beside_base(name)
+        name_in_peft(name): parameter.detach().cpu().clone(memory_format=torch.contiguous_format)  # some may be tied
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name in saved
     }
-    config = model.adapter_config
+    config = copy.copy(model.adapter_config)
     config.base_model_name_or_path = model.pretrained
     config.target_modules = {name.removeprefix("inner.") for name in config.target_modules}
     if getattr(config, "feedforward_modules", None):
         config.feedforward_modules = {name.removeprefix("inner.") for name in config.feedforward_modules}
     config.task_type = "SEQ_CLS" if has_score(model) else "CAUSAL_LM"
-    if has_score(model):
-        config.modules_to_save = ["score"]
+    beside = [name.removeprefix("inner.") for name in config.modules_to_save or []]
+    config.modules_to_save = [*beside, *(["score"] if has_score(model) else [])] or None
     with filling(folder) as unfinished:
         save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
         read = load_file(unfinished / WEIGHTS)
@@ -128,14 +136,17 @@ def load_adapter(model: nn.Module, pretrained: str) -> None:
         is_known = base is not None and base != own  # else the model is already that of the adapter, or is not named
         names = _plain_names(file.names(), typed)
         advised = type_setting("model.name", base) if is_known else None
-        _check_complete({*names}, found, model, typed, base=advised)
+        beside, more = _find_beside({*names}, found, model, typed)
+        of_adapter = {*names} - beside
+        _check_complete(of_adapter, found, model, typed, base=advised)
         read = {name: file.read(in_file) for name, in_file in names.items()}
-    _fill(model, read, typed, wanted, base=advised)
-    beside = own or "weights drawn from the seed"
+    _fill(model, {name: read[name] for name in of_adapter}, typed, wanted + more, base=advised)
+    _fill_beside(model, {name: read[name] for name in beside}, typed, base=advised)
+    taken_on = own or "weights drawn from the seed"
     if base is None:
-        log.info("%s does not say which model it was trained beside, and goes on beside %s", pretrained, beside)
+        log.info("%s does not say which model it was trained beside, and goes on beside %s", pretrained, taken_on)
     elif base != own:
-        log.info("%s was trained beside %s, and goes on beside %s", pretrained, base, beside)
+        log.info("%s was trained beside %s, and goes on beside %s", pretrained, base, taken_on)
 
 
 def _find_weights(folder: Path, pretrained: str) -> Path:
@@ -252,6 +263,63 @@ def _check_config(found: dict[str, Any], model: Any, typed: str) -> list[str]:
         fix = _NEW if key in _NOT_MERGED or (key == "lora_bias" and not has_biases) else _MERGED
         raise ConfigError(typed, f"its {CONFIG} has {key}={shown}, which no adapter here has", fix)
     return wanted
+
+
+def _find_beside(names: set[str], found: dict[str, Any], model: Any, typed: str) -> tuple[set[str], list[str]]:
+    """Find the tensors of modules that were trained in full beside an adapter.
+
+    Returns:
+        Their names, and the override that the model lacks if it does not train all of these modules.
+
+    Raises:
+        ConfigError: The model has no such module, or some tensors of one are missing.
+    """
+    ends = found.get("modules_to_save") or []
+    parameters = {name_in_peft(name) for name, _ in model.named_parameters(remove_duplicate=False)} - {
+        name_in_peft(SCORE_WEIGHT)
+    }
+    beside: set[str] = set()
+    modules: list[str] = []
+    for end in ends if isinstance(ends, list) else [ends]:
+        own = [name for name in _list_plain_modules(model) if isinstance(end, str) and name.endswith(end)]
+        # of modules within each other peft saves the outer one
+        own = [name for name in own if any(each.startswith(f"base_model.model.{name}.") for each in parameters & names)]
+        if not own:
+            shown = json.dumps(found["modules_to_save"])[:_MAX_SHOWN]
+            raise ConfigError(typed, f"its {CONFIG} has modules_to_save={shown}, which no adapter here has", _MERGED)
+        modules += own
+        beside |= {each for each in parameters for name in own if each.startswith(f"base_model.model.{name}.")}
+    if missing := sorted(beside - names):
+        raise ConfigError(typed, f"it does not have {missing[0]}", copy_of(typed))
+    trained = {name_in_peft(name) for name in list_trained_beside(model)}
+    return beside, [] if beside <= trained else [f"adapter.modules_to_save=[{','.join(sorted({*modules}))}]"]
+
+
+def _list_plain_modules(model: nn.Module) -> list[str]:
+    return [name.removeprefix("inner.") for name, _ in model.named_modules() if ".base_layer" not in name]
+
+
+def _fill_beside(model: nn.Module, read: dict[str, Tensor], typed: str, *, base: str | None) -> None:
+    """Fill the modules that are trained in full; `base` as for `_fill`.
+
+    Raises:
+        ConfigError: They have other shapes, or two of them have different weights where the model has one.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name_in_peft(name))
+    filled = {parameter: own for parameter, own in names.items() if not read.keys().isdisjoint(own)}
+    for parameter, own in filled.items():
+        name = next(each for each in own if each in read)
+        theirs, shape = read[name].shape, unsharded_shape(parameter)
+        if theirs != shape:
+            reason = f"{name} has the shape {tuple(theirs)}, and that of the model {tuple(shape)}"
+            raise ConfigError(typed, reason, copy_of(typed) if base is None else base)
+        if not all(each in read and torch.equal(read[each], read[name]) for each in own):
+            reason = f"{' and '.join(own)} are one weight of the model, and were trained apart"
+            raise ConfigError(typed, reason, _NEW)
+    for parameter, own in filled.items():
+        fill(parameter, next(read[name] for name in own if name in read))
 
 
 def _get_adapted(model: nn.Module) -> list[nn.Module]:

@@ -39,6 +39,7 @@ _MODULE = "tokenization_export"
 EXPORT_FILES: tuple[str, ...] = (MODEL_FILE, *WEIGHT_FILES, GENERATION_FILE, TOKENIZER_FILE, SETTINGS_FILE)
 EXPORT_FILES += (TEMPLATE_FILE, MORE_TEMPLATES, "special_tokens_map.json", "added_tokens.json", "vocab.json")
 EXPORT_FILES += ("merges.txt", "tokenizer.model", f"{_MODULE}.py", "model.onnx", "model.onnx.data")
+EXPORT_FILES += ("processor_config.json", "preprocessor_config.json")
 # settings of generation that change neither the text nor where it ends; all others are logged
 _HARMLESS: tuple[str, ...] = ("transformers_version", "use_cache", "cache_implementation", "cache_config")
 _HARMLESS += ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")

@@ -82,6 +82,25 @@ def gather_whole(blocks: Iterable[nn.Module]) -> None:
             set_z3_leaf_module(block, True)
 
 
+def gather_where_read(model: Any) -> None:
+    """Gather weights where a model reads them outside of the forward pass of the module that has them.
+
+    Some modules of transformers and torch read weights of their children, or the shapes of these: a model lists them as
+    `modules_reading_children()`, whose weights are gathered together. Others are read by the model itself, which lists
+    them as `weights_read_outside()`.
+
+    Args:
+        model: Partitioned model.
+    """
+    from deepspeed.runtime.zero import register_external_parameter
+    from deepspeed.utils import set_z3_leaf_module
+
+    for module in getattr(model, "modules_reading_children", list)():
+        set_z3_leaf_module(module, True)
+    for weight in getattr(model, "weights_read_outside", list)():
+        register_external_parameter(model, weight)
+
+
 def gather_in_compute_dtype(blocks: Iterable[nn.Module], optimizer: Any, dtype: torch.dtype) -> None:
     """All-gather the weights of linear layers in autocast's dtype: half the traffic, identical results.
 

@@ -41,6 +41,7 @@ from recipes.strategy.deepspeed.partition import (
     DISK_THREADS,
     fit_buckets,
     gather_in_compute_dtype,
+    gather_where_read,
     gather_whole,
     keep_gathered,
     partition,
@@ -396,6 +397,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
             # `zero.Init` reads the batch size and precision, which Lightning fills in later
             complete_deepspeed_config(self)
             partition(model, initialize, config=self.config, device=self._communication_device)
+            gather_where_read(model)
         return model
 
     @override

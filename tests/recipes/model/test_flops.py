@@ -1,19 +1,29 @@
 """FLOPs per token: published figures, and torch's FLOP counter, with every difference explained."""
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hydra.utils import instantiate
 from support import ROOT, composed_config
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from vision_language_cases import IMAGE_SIZE, IMAGE_TOKEN, PATCHES, make_llava, write_llava
 
+from recipes.adapter.lora import Lora
 from recipes.model.flops import CountsFlops, Flops, flops_per_sample, flops_per_weight
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
+from recipes.model.llava import Llava
 from recipes.model.resnet import ResNet, ResNet18, ResNet50
 from recipes.model.score import attach_score, compute_rewards
 from recipes.model.timm_model import TimmModel
+from recipes.model.weights import initialize
+from recipes.optimizer.rules import apply_rules
+from recipes.task.vision_language import VisionLanguage
 
 GPT2_SHAPES = {  # layers, heads, hidden_size
     "124M": (12, 12, 768),
@@ -249,3 +259,79 @@ def _timm(name: str, **settings: float) -> TimmModel:
     chosen = {"drop_path": 0.0, "dropout": 0.0, "norm": "batch", "arguments": {}} | settings
     with torch.device("meta"):
         return TimmModel(name=name, num_classes=1000, in_channels=3, image_size=None, pretrained=None, **chosen)
+
+
+def make_lora(*modules: str) -> Lora:
+    settings = {"r": 4, "lora_alpha": 8.0, "lora_dropout": 0.0, "use_rslora": False, "use_dora": False}
+    return Lora(**settings, target_modules="all", modules_to_save=[*modules])  # type: ignore[arg-type]
+
+
+STAGES: dict[str, tuple[list[str], Lora | None]] = {
+    "projector": (["vision_tower", "language_model", "lm_head"], None),
+    "projector and language model": (["vision_tower"], None),
+    "all": ([], None),
+    "language model": (["vision_tower", "multi_modal_projector"], None),
+    "adapter": ([], make_lora()),
+    "adapter and projector": ([], make_lora("multi_modal_projector")),
+}
+
+
+@pytest.mark.parametrize("vision", ["clip_vision_model", "siglip_vision_model"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_stage_of_a_vision_language_model_has_the_flops_that_torch_counts(
+    stage: str, vision: str, tmp_path: Path
+) -> None:
+    freeze, adapter = STAGES[stage]
+    folder = write_llava(tmp_path, vision=vision)
+    with torch.device("meta"):
+        model = make_llava(folder)
+        if adapter is not None:
+            adapter.apply(model)
+    apply_rules(model, freeze=freeze, groups=[], layer_decay=None)
+    counted, real = copy.deepcopy(model), model
+    real.to_empty(device="cpu")
+    initialize(real, seed=0)  # type: ignore[arg-type]
+    tokens = torch.randint(0, IMAGE_TOKEN, (2, 24), generator=torch.Generator().manual_seed(0))
+    tokens[0, : 2 * PATCHES] = tokens[1, :PATCHES] = IMAGE_TOKEN
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        real(tokens, images=torch.randn(3, 3, IMAGE_SIZE, IMAGE_SIZE)).sum().backward()
+    per_token = counted.flops_per_token(24)
+    assert per_token is not None
+    # norms are in N, as in the paper, and in no product
+    per_weight = flops_per_weight(counted)
+    parts = (counted.decoder, counted.inner.get_output_embeddings())
+    norms = sum(per_weight[p] * p.numel() for part in parts for p in part.parameters() if p.ndim == 1)
+    found = (per_token.palm - norms) * tokens.numel() + 3 * counted.flops_per_image()
+    # where nothing before the language model is trained, its first layers need no gradient of their inputs
+    of_first = 2 * 32 * (32 + 16 + 16) + 2 * 3 * 4 * 32 if stage == "adapter" else 0
+    assert found - of_first * tokens.numel() == counter.get_total_flops()
+
+
+def test_images_of_all_ranks_are_counted_and_those_of_zeros_in_the_place_of_none_are_not(tmp_path: Path) -> None:
+    """Two ranks with three images, of which this one has none."""
+
+    class Task(VisionLanguage):
+        data_size = 2  # type: ignore[assignment]
+
+        def __init__(self) -> None: ...
+
+        def meta_frozen_models(self) -> list[nn.Module]:
+            return []
+
+        def meta_model(self) -> Llava:
+            with torch.device("meta"):
+                return make_llava(folder)
+
+    folder, task = write_llava(tmp_path), Task()
+    batch = {"inputs": torch.zeros(2, 24), "num_tokens": 90, "num_token_pairs": 2100, "images": torch.zeros(1, 3, 8, 8)}
+    of_tokens, of_all = (task.recipes_flops(batch | {"num_read_images": number}) for number in (0, 3))
+    assert of_tokens is not None
+    assert of_all is not None
+    per_image = task.meta_model().flops_per_image()
+    for convention in ("palm", "causal"):
+        added = getattr(of_all, convention) - getattr(of_tokens, convention)
+        assert added == pytest.approx(1.5 * per_image, rel=1e-12)
+    own = task.recipes_flops(batch)  # of data that counts none: those of this rank
+    assert own is not None
+    assert own.palm - of_tokens.palm == pytest.approx(per_image, rel=1e-12)
+    assert len({task.recipes_flops_key(batch | {"num_read_images": number}) for number in (0, 3)}) == 2

@@ -357,7 +357,9 @@ def test_fused_weights_of_torch_modules_and_adapters_are_taken_apart_and_embeddi
     }
     assert "3.weight" not in {names[parameter] for parameter in optimizer.param_groups[0]["params"]}
     adapted = GPT2(vocab_size=8, max_seq_len=4, num_layers=1, num_heads=2, hidden_size=4, dropout=0.0)
-    Lora(r=2, lora_alpha=2, lora_dropout=0.0, target_modules="all", use_rslora=False, use_dora=False).apply(adapted)
+    Lora(
+        r=2, lora_alpha=2, lora_dropout=0.0, target_modules="all", use_rslora=False, use_dora=False, modules_to_save=[]
+    ).apply(adapted)
     assert [stack.sizes for stack in make(adapted)._stacks.values()] == [(4, 4, 4)]  # B of the fused layer
 
 

@@ -194,7 +194,7 @@ def test_a_clip_model_reads_what_its_folder_says_and_crops_the_center(tmp_path: 
     assert make_transform(**open_settings | {"size": 32}, model=str(tmp_path)).pixels.size == 32
 
 
-@pytest.mark.parametrize("kind", ["clip", "siglip"])
+@pytest.mark.parametrize("kind", ["clip", "siglip", "llava"])
 def test_validation_sees_what_the_image_processor_of_transformers_shows(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from PIL import Image
@@ -203,11 +203,11 @@ def test_validation_sees_what_the_image_processor_of_transformers_shows(kind: st
 
     processor: Any = (
         CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-        if kind == "clip"
+        if kind != "siglip"
         else SiglipImageProcessorPil(size={"height": 32, "width": 32})
     )
     processor.save_pretrained(str(tmp_path))
-    config = {"model_type": kind, "vision_config": {"image_size": 32}}
+    config = {"model_type": kind, "vision_config": {"model_type": "clip_vision_model", "image_size": 32}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     open_settings: dict[str, Any] = dict.fromkeys(("size", "eval_crop", "interpolation", "mean", "std"))
     transform = make_transform(**open_settings, model=str(tmp_path))

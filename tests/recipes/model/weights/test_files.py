@@ -223,6 +223,16 @@ def test_a_hash_is_of_the_tensors_and_not_of_their_files(tmp_path: Path) -> None
     assert len(hashes - {expected}) == len(changed)
 
 
+def test_a_model_of_parts_has_the_hash_of_all_of_them(tmp_path: Path) -> None:
+    for name, value in (("tower", 1.0), ("decoder", 2.0), ("other", 3.0)):
+        (tmp_path / name).mkdir()
+        save_file({"a": torch.tensor([value])}, tmp_path / name / "model.safetensors")
+    tower, decoder, other = (str(tmp_path / name) for name in ("tower", "decoder", "other"))
+    assert published_weights.hash_parts([tower]) == published_weights.hash_weights(tower)
+    hashes = {published_weights.hash_parts(each) for each in ([tower, decoder], [tower, other], [other, decoder])}
+    assert len(hashes) == 3
+
+
 def test_a_folder_without_config_or_weights_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         locate(str(tmp_path))

@@ -28,7 +28,7 @@ from recipes.model.weights import initialize, peft_folder
 TOKENS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
 TARGETS = ["q_proj", "down_proj"]
 OURS: dict[str, Any] = {"r": 4, "lora_alpha": 8.0, "lora_dropout": 0.0, "target_modules": TARGETS, "use_rslora": False}
-OURS |= {"use_dora": False}
+OURS |= {"use_dora": False, "modules_to_save": []}
 # settings of peft -> ours that a remedy is expected to name; None: nothing of ours computes the same
 FOLDERS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "plain": ({}, {}),
@@ -53,7 +53,7 @@ FOLDERS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "olora": ({"init_lora_weights": "olora"}, None),
     "alora": ({"alora_invocation_tokens": [5]}, None),
     "biases": ({"lora_bias": True}, None),
-    "whole head": ({"modules_to_save": ["lm_head"]}, None),
+    "whole head": ({"modules_to_save": ["lm_head"]}, {"modules_to_save": ["lm_head"]}),
     "tokens": ({"trainable_token_indices": [4, 5]}, None),
     "head": ({"target_modules": ["q_proj", "lm_head"]}, None),
     "more blocks": ({"layer_replication": [[0, 2], [1, 2]]}, None),
@@ -155,7 +155,8 @@ def test_factors_of_inputs_and_outputs_are_kept_apart(inputs: list[str], folder:
     targets = ["q_proj", "o_proj", "down_proj"]
     config = peft.IA3Config(target_modules=targets, feedforward_modules=inputs, task_type="CAUSAL_LM")
     reference, _ = publish(folder, tmp_path, config)
-    settings = {"target_modules": targets, "feedforward_modules": ["down_proj"], "pretrained": str(tmp_path)}
+    settings = {"target_modules": targets, "feedforward_modules": ["down_proj"], "modules_to_save": []}
+    settings |= {"pretrained": str(tmp_path)}
     logits, typed = follow(folder, IA3, settings)
     assert isinstance(logits, Tensor), logits
     assert typed.keys() <= {"feedforward_modules"}
@@ -283,7 +284,7 @@ def test_an_adapter_of_a_published_model_is_not_for_ours(plain: tuple[Path, Tens
     sizes = {"vocab_size": 50, "max_seq_len": 32, "num_layers": 2, "num_heads": 4, "hidden_size": 32}
     for adapter in (
         Lora(**OURS, pretrained=str(plain[0])),
-        IA3(target_modules="all", feedforward_modules=[], pretrained="x"),
+        IA3(target_modules="all", feedforward_modules=[], modules_to_save=[], pretrained="x"),
     ):
         with pytest.raises(ConfigError, match="type model=huggingface model.name=<"):
             adapter.apply(GPT2(**sizes, dropout=0.0))
