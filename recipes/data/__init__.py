@@ -27,7 +27,8 @@ class SampleDataset(Protocol):
     Samples that end with padding also have `num_inputs` [], the number of inputs that are tokens; a collate function
     that pads adds it, [B]. The dataset then has `count_inputs(samples)`, else none or None, which returns this number
     for an array of sample indices without reading the samples: every rank counts the tokens of the global batch with
-    it. Other optional methods: `make_order(seed)` for a custom sample order, beside `num_reads` where that has each
+    it. In the same way `count_images(samples)` returns the number of images that a language model reads with each.
+    Other optional methods: `make_order(seed)` for a custom sample order, beside `num_reads` where that has each
     sample several times in an epoch; `spread(num_samples)` to choose a subset
     for validation other than evenly spaced samples; `padding()`, a sample without a loss, with which a rank fills up
     its part of a validation that does not divide evenly: needed without `targets`, of which -100 and NaN have no loss.

@@ -96,6 +96,7 @@ class TrainingStream:
         count: Micro-batch -> its counts by name, 0-dim tensors on the host, which divide sums of the loss.
         counts_of_sample: Counts of every sample by name; None if they vary.
         count_inputs: Sample indices -> inputs of each sample, without padding; None if no sample is padded.
+        count_images: Sample indices -> images of each sample; None if samples of text have none.
         rank: Index of this process, from 0.
         world_size: Number of ranks that share the stream.
         sum_over_ranks: Adds a tensor over all ranks.
@@ -118,6 +119,7 @@ class TrainingStream:
         count: Callable[[Batch], Mapping[str, Tensor]],
         counts_of_sample: Mapping[str, int] | None,
         count_inputs: Callable[[Positions], Positions] | None = None,
+        count_images: Callable[[Positions], Positions] | None = None,
         rank: int,
         world_size: int,
         sum_over_ranks: Callable[[Tensor], Tensor],
@@ -136,6 +138,7 @@ class TrainingStream:
         self._count = count
         self._counts_of_sample = counts_of_sample
         self._count_inputs = count_inputs
+        self._count_images = count_images
         self._rank = rank
         self._world_size = world_size
         self._sum_over_ranks = sum_over_ranks
@@ -185,15 +188,20 @@ class TrainingStream:
         Returns:
             `num_samples`, B, whatever a sample is: its tensors may have other numbers of rows. `num_tokens`, the inputs
             that are tokens, and `num_token_pairs`, the sum over samples of the squared number of inputs, to which the
-            FLOPs of attention are proportional.
+            FLOPs of attention are proportional. `num_read_images`, those among the tokens of all ranks.
         """
         counts = {"num_samples": self._accumulation.micro_batch_size}
-        if self._count_inputs is None:
+        if self._count_inputs is None and self._count_images is None:
             return counts
         stride = self._accumulation.micro_batch_size * self._world_size
         positions = begin + number * stride + np.arange(stride, dtype=np.int64)
-        lengths = self._count_inputs(self._order.indices(positions))  # [stride]
-        return counts | {"num_tokens": int(lengths.sum()), "num_token_pairs": int((lengths * lengths).sum())}
+        samples = self._order.indices(positions)  # [stride]
+        if self._count_inputs is not None:
+            lengths = self._count_inputs(samples)  # [stride]
+            counts |= {"num_tokens": int(lengths.sum()), "num_token_pairs": int((lengths * lengths).sum())}
+        if self._count_images is not None:
+            counts["num_read_images"] = int(self._count_images(samples).sum())
+        return counts
 
     def _from_position(self) -> Iterator[Batch]:
         accumulation, of_sample = self._accumulation, self._counts_of_sample

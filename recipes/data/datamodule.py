@@ -198,6 +198,7 @@ class StreamDataModule(lightning.LightningDataModule):
             count=self._loss.counts,
             counts_of_sample=self._loss.counts_of_sample(dataset.targets_per_sample),
             count_inputs=getattr(dataset, "count_inputs", None),
+            count_images=getattr(dataset, "count_images", None),
             rank=engine.data_rank,
             world_size=engine.data_size,
             sum_over_ranks=engine.sum_over_data_ranks,

@@ -27,10 +27,19 @@ from recipes.tokenizer import Tokenizer
 _NUM_PLACES = 5  # of NaN or inf that an error names
 _NUM_PROBED = 8  # samples that are read to find what they are: of each split, spread evenly
 # of a batch, whose values come from the stream
-_TAKEN = ("num_samples", "num_tokens", "num_token_pairs", "num_targets", "source", "positions", "num_inputs")
+_TAKEN: tuple[str, ...] = (
+    "num_samples",
+    "num_tokens",
+    "num_token_pairs",
+    "num_read_images",
+    "num_targets",
+    "source",
+    "positions",
+)
+_TAKEN += ("num_inputs",)
 _OF_TOKENS = ("positions", "num_inputs")  # those that samples of tokens may have
 # methods of a dataset that the stream calls if it has them, see `SampleDataset`
-_OPTIONAL = ("count_inputs", "make_order")
+_OPTIONAL = ("count_inputs", "count_images", "make_order")
 _UINT32 = np.uint64((1 << 32) - 1)
 _NUMPY = MT19937(0)  # that of numpy while a sample is read
 

@@ -6,12 +6,14 @@ compiled, pixels, the passes of a progressive JPEG, and the tiles of a TIFF.
 Shapes: C channels, H x W pixels.
 """
 
+import contextlib
 import functools
 import io
 import os
 import re
 import stat
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +79,47 @@ def decode(data: bytes, num_channels: int) -> Tensor:
     Raises:
         BadImageError: It is damaged, of another format, or too large.
     """
-    module = import_pillow()
-    if not data:
-        raise BadImageError("it is empty (0 bytes)")
-    try:
+    with _explaining() as module:
+        if not data:
+            raise BadImageError("it is empty (0 bytes)")
         image = module.open(io.BytesIO(data), formats=_FORMATS)
         _check_size(image, data)
         image.load()
         if (orientation := _read_orientation(image)) in _TURNS:  # Pillow turns a TIFF when it loads it
             image = image.transpose(getattr(module.Transpose, _TURNS[orientation]))
         pixels = _read_pixels(image, num_channels, module)
+    return torch.from_numpy(pixels).permute(2, 0, 1)  # [C, H, W] uint8
+
+
+def check_header(image: str | bytes) -> None:
+    """Check what the header of an image says; takes some 0.1 ms.
+
+    Args:
+        image: Path of a file, or its content.
+
+    Raises:
+        BadImageError: `decode` rejects such an image.
+        OSError: It cannot be read.
+    """
+    if isinstance(image, str) and not stat.S_ISREG(os.stat(image).st_mode):
+        raise BadImageError("it is a pipe or a device, not a file")
+    with open(image, "rb") if isinstance(image, str) else io.BytesIO(image) as file, _explaining() as module:
+        if not file.read(1):
+            raise BadImageError("it is empty (0 bytes)")
+        file.seek(0)
+        _check_size(module.open(file, formats=_FORMATS), b"")
+
+
+@contextlib.contextmanager
+def _explaining() -> Iterator[Any]:
+    """Provide Pillow, and turn what it says of an image into words for a person.
+
+    Raises:
+        BadImageError: It has raised anything.
+    """
+    module = import_pillow()
+    try:
+        yield module
     except BadImageError:
         raise
     except module.DecompressionBombError as error:  # as soon as it is opened
@@ -96,7 +129,6 @@ def decode(data: bytes, num_channels: int) -> Tensor:
     except Exception as error:  # parsers answer damaged files with nearly any
         said = str(error).strip().partition("\n")[0] or type(error).__name__
         raise BadImageError(f"it is damaged: {said}") from error
-    return torch.from_numpy(pixels).permute(2, 0, 1)  # [C, H, W] uint8
 
 
 @functools.cache

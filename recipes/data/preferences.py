@@ -461,7 +461,17 @@ class Preferences(Conversations):
             packing: Whether answers of a micro-batch share rows in the model, without attending to each other.
             **settings: As for `Conversations`.
         """
-        super().__init__(format="prompt_completion", fields={}, train_on="answers", packing=False, **settings)
+        super().__init__(
+            format="prompt_completion",
+            fields={},
+            train_on="answers",
+            packing=False,
+            image_folder=None,
+            image_token_id=None,
+            image_seq_length=None,
+            transform=None,
+            **settings,
+        )
         self._reader = PreferenceReader(kind=kind, fields=fields)
         self._format = f"{kind} {sorted(fields.items(), key=str)}"
         self._kind = kind

@@ -438,7 +438,17 @@ class Prompts(Conversations):
         if num_generations is None or num_iterations is None or max_new_tokens is None:
             reason = "nothing completes these prompts: the run has no rollout"
             raise ConfigError("data=prompts", reason, "recipe=grpo, or data=conversations to learn the answers of rows")
-        super().__init__(format="prompt_completion", fields={}, train_on="answers", packing=False, **settings)
+        super().__init__(
+            format="prompt_completion",
+            fields={},
+            train_on="answers",
+            packing=False,
+            image_folder=None,
+            image_token_id=None,
+            image_seq_length=None,
+            transform=None,
+            **settings,
+        )
         assert self.seq_len > max_new_tokens, (self.seq_len, max_new_tokens)  # see recipes.config.check.policy
         self._fields = dict(fields)
         self._reader = PromptReader(fields=fields)

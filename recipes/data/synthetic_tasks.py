@@ -53,7 +53,18 @@ class SyntheticTasks(Conversations):
                 raise ConfigError(
                     f"data.tasks={tasks}", f"there is no task {task}", f"data.tasks=[{','.join(_ANSWERS)}]"
                 )
-        super().__init__(path="", format="prompt_completion", fields={}, val_path=None, split="train", **settings)
+        super().__init__(
+            path="",
+            format="prompt_completion",
+            fields={},
+            val_path=None,
+            split="train",
+            image_folder=None,
+            image_token_id=None,
+            image_seq_length=None,
+            transform=None,
+            **settings,
+        )
         self._rows_of_tasks = TaskRows(tasks, num_examples, is_mixed=mixed_answers, is_shuffled=shuffle_answers)
 
     @override

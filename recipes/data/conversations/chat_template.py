@@ -203,8 +203,12 @@ def find_stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def _find_ends_of_turn(tokenizer: Tokenizer) -> list[int]:
     """Return the special tokens that the template puts after an answer."""
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-    text, _ = find_template("auto", tokenizer).render(messages, tokenizer, adds_prompt=False, tools=None)
+    template, text = find_template("auto", tokenizer), ""
+    for form in (lambda text: text, _as_part):  # templates of models with images show parts alone
+        messages = [{"role": "user", "content": form("?")}, {"role": "assistant", "content": form(_ANSWER)}]
+        text, _ = template.render(messages, tokenizer, adds_prompt=False, tools=None)
+        if _ANSWER in text:
+            break
     if _ANSWER not in text:
         return []
     stop = text.rindex(_ANSWER) + len(_ANSWER)
@@ -212,3 +216,7 @@ def _find_ends_of_turn(tokenizer: Tokenizer) -> list[int]:
     special = tokenizer.special_ids | {tokenizer.end_of_text}
     places = zip(encoding.ids, encoding.offsets, strict=True)
     return [id for id, (start, _) in places if start >= stop and id in special]
+
+
+def _as_part(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]

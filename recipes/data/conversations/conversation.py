@@ -10,6 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from recipes.data.conversations.image_parts import (
+    HELD_BY,
+    MARK,
+    PART_TYPES,
+    Image,
+    join_parts,
+    place_images,
+    read_image,
+)
 from recipes.data.read_rows import name_type
 from recipes.errors import ConfigError, shell, type_setting
 
@@ -41,7 +50,8 @@ _WEIGHTS = ("weight", "loss_weight", "train", "training", "trainable", "loss")
 _OPPOSITES = ("masked",)
 _ROW_WEIGHTS = ("weight", "loss_weight", "train")
 _PARTS = ("train_detail", "training_detail")  # weights of parts of a message
-_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+_IMAGES = ("images", "image")
+_MEDIA = (*_IMAGES, "videos", "video", "audios", "audio")
 _PAIR = ("chosen", "rejected")
 _LABELS = ("label", "kto_tag")  # false: a bad answer
 _ADDED = ("input", "system", "history", "tools")  # to the messages of a row
@@ -77,6 +87,7 @@ class Example:
         value: What the row says about it, such as whether it is good; NaN: nothing.
         left_out: Why the row is not to be learned; empty: it is.
         note: Text that is kept beside the tokens, for what reads more of a row than they say.
+        images: In the order of the places that `MARK` has in its messages or its prompt.
     """
 
     place: str
@@ -91,6 +102,7 @@ class Example:
     value: float = math.nan
     left_out: str = ""
     note: str = ""
+    images: tuple[Image, ...] = ()
 
     @property
     def question(self) -> str:
@@ -111,12 +123,16 @@ class Example:
 
 
 class _Read(NamedTuple):
-    """Messages of a row, which are not to be learned and by which fields, and their fields that were not read."""
+    """Messages of a row, which are not to be learned and by which fields, their fields that were not read, and images.
+
+    An image is None if it is the next one of those beside the messages.
+    """
 
     messages: list[Message]
     without_loss: set[int]
     unread: list[str]
     silenced_by: list[str]
+    images: list[Image | None]
 
 
 class Reader:
@@ -126,12 +142,21 @@ class Reader:
         format: One of `FORMATS`; None: detected from the fields of each row.
         fields: Field name in the format -> field name in this dataset, or None for a field that is not to be read:
             `{messages: dialog, role: speaker, images: null}`.
+        reads_images: Whether rows may have images.
+        way_to_images: What to type so that they may, for errors; empty: nothing helps.
 
     Raises:
         ConfigError: `fields` has a name that is in no format.
     """
 
-    def __init__(self, *, format: str | None, fields: Mapping[str, str | None]) -> None:
+    def __init__(
+        self,
+        *,
+        format: str | None,
+        fields: Mapping[str, str | None],
+        reads_images: bool = False,
+        way_to_images: str = "",
+    ) -> None:
         formats = {name for names in (*_FIELDS.values(), *_MESSAGE_FIELDS.values()) for name in names}
         unknown = sorted({*fields} - formats - {*_OPTIONAL})
         if unknown:
@@ -149,6 +174,11 @@ class Reader:
         self._read_by = {kind: ignored | {self._own(name) for name in names} for kind, names in _FIELDS.items()}
         self._read_by["alpaca"] |= {self._own("input"), self._own("history")}
         self._read_by_chats = {self._own("system"), self._own("tools")}
+        self._reads_images = reads_images
+        self._way_to_images = way_to_images
+        if reads_images:
+            for kind in {*_FIELDS} - {"text"}:
+                self._read_by[kind] |= {self._own(name) for name in _IMAGES}
         self._marks = {self._own(name) or name: name for name in (*_WEIGHTS, *_OPPOSITES, *_PARTS, *_MEDIA)}
         self._ignored = ignored
         self._mapped = [own for name, own in fields.items() if name in _ADDED and own is not None]
@@ -184,7 +214,9 @@ class Reader:
             raise ConfigError(place, reason, f"a text as {_FIELDS[kind][0]} there, or a row without it")
         if kind == "prompt_completion" and not (isinstance(values[0], list) and isinstance(values[1], list)):
             prompt, completion = (_text(value, name, place) for name, value in zip(_FIELDS[kind], values, strict=True))
-            return Example(place=place, prompt=prompt, answer=completion, unread=tuple(unread))
+            given = self._images(row, place)
+            (prompt,), images = place_images([prompt], [], given, first=0, place=place)
+            return Example(place=place, prompt=prompt, answer=completion, unread=tuple(unread), images=images)
         return self._conversation(row, kind, values, unread, place)
 
     def read_all(self, row: Mapping[str, Any], *, place: str, from_table: bool) -> list[Example]:
@@ -195,7 +227,7 @@ class Reader:
         self, row: Mapping[str, Any], kind: str, values: list[Any], unread: list[str], place: str
     ) -> Example:
         """Return the example of a row of messages, with what other fields of the row add to them."""
-        prompt, answer = _Read([], set(), [], []), _Read([], set(), [], [])
+        prompt, answer = _Read([], set(), [], [], []), _Read([], set(), [], [], [])
         if kind == "alpaca":
             question = _text(values[0], "instruction", place)
             given = self._value(row, "input")
@@ -220,19 +252,60 @@ class Reader:
             if messages[:1] != [first]:
                 given_messages = [first, *prompt.messages]
                 without_loss = {index + 1 for index in without_loss}
+        given_messages, answer_messages, images = self._place_images(
+            given_messages, answer.messages, [*prompt.images, *answer.images], self._images(row, place), place
+        )
         tools = _tools(self._value(row, "tools"), place, is_required=kind != "alpaca", wraps=kind == "sharegpt")
         if tools is None and self._value(row, "tools"):
             unread = [*unread, "tools"]
         return Example(
             place=place,
             prompt=given_messages or None,
-            answer=answer.messages,
+            answer=answer_messages,
             tools=tools,
             without_loss=frozenset(without_loss),
             unread=tuple(dict.fromkeys([*unread, *prompt.unread, *answer.unread])),
             absent=tuple(own for own in self._mapped if own not in row),
             silenced_by=(*prompt.silenced_by, *answer.silenced_by),
+            images=images,
         )
+
+    def _images(self, row: Mapping[str, Any], place: str) -> list[Image]:
+        """Return the images that a row has beside its texts or messages; null is none."""
+        if not self._reads_images:
+            return []
+        held = {name: value for name in _IMAGES if (value := self._value(row, name)) not in (None, "", [], {})}
+        if len(held) > 1:
+            fix = f"one of them there, or {self._ignore('image')}"
+            raise ConfigError(place, "it has a field images and another one image", fix)
+        values: Any = next(iter(held.values()), [])
+        if isinstance(values, str) and values.startswith("["):  # in a CSV file, whose cells are text
+            values = _parse_json(values, values)
+        listed = values if isinstance(values, list) else [values]
+        return [read_image(value, place) for value in listed if value not in (None, {})]
+
+    def _place_images(
+        self,
+        asked: list[Message],
+        answered: list[Message],
+        own: Sequence[Image | None],
+        given: Sequence[Image],
+        place: str,
+    ) -> tuple[list[Message], list[Message], tuple[Image, ...]]:
+        """Return both parts of a conversation with a mark for each image that has none, and the images in order."""
+        if not own and not given:
+            return asked, answered, ()
+        messages = [*asked, *answered]
+        read = [index for index, message in enumerate(messages) if message["role"] != "assistant"]
+        first = next((number for number, index in enumerate(read) if messages[index]["role"] == "user"), None)
+        if first is None:
+            reason = "it has images, and no message of a user that they belong to"
+            raise ConfigError(place, reason, f"one there, or {self._ignore(*_IMAGES)}")
+        texts = [messages[index]["content"] for index in read]
+        texts, images = place_images(texts, own, given, first=first, place=place)
+        for index, text in zip(read, texts, strict=True):
+            messages[index] = {**messages[index], "content": text}
+        return messages[: len(asked)], messages[len(asked) :], images
 
     def _find_kind(self, row: Mapping[str, Any]) -> str | None:
         """Return the format that a row is in by its fields; None if it is in none."""
@@ -354,8 +427,7 @@ class Reader:
             if kind == "text":
                 continue  # it is whole in itself
             if name in _MEDIA:
-                fix = f"{self._ignore(name)}, which leaves them out, or rows of text"
-                raise ConfigError(place, f"it has {name}, and only text is trained on", fix)
+                raise ConfigError(place, f"it has {name}, and {self._what_is_read}", self._fix_of_media(name))
             if name in _LABELS and value is False:
                 reason = (
                     f"its {name} is false: it is an example of a bad answer, which would be learned like a good one"
@@ -391,8 +463,10 @@ class Reader:
             # the names of the other format, under this one's name of the list
             kind = other if all(self._own(name) in messages[0] for name in _MESSAGE_FIELDS[other]) else kind
         found, without_loss, unread, silenced_by = [], set(), list[str](), list[str]()
+        images = list[Image | None]()
         for index, fields in enumerate(messages):
-            message = self._message(fields, kind, place)
+            message, own_images = self._message(fields, kind, place)
+            images += own_images
             for name in [name for name in message if name in self._ignored]:
                 del message[name]
             for own in self._marks.keys() & message.keys():
@@ -400,8 +474,10 @@ class Reader:
                 if value in ([], ""):
                     continue
                 if name in _MEDIA:
-                    fix = f"{self._ignore(name)}, which leaves them out, or rows of text"
-                    raise ConfigError(place, f"a message has {name}, and only text is trained on", fix)
+                    reason = f"a message has {name}, and {self._what_is_read}"
+                    if self._reads_images and name in _IMAGES:
+                        reason = f"a message has {name}, and images are in the parts of its content, or in the row"
+                    raise ConfigError(place, reason, self._fix_of_media(name))
                 if isinstance(value, str):
                     reason = f"{name} of a message is text: {_shorten(json.dumps(value))}"
                     raise ConfigError(place, reason, _unquote(self._ignore(name)))
@@ -415,9 +491,18 @@ class Reader:
                 elif is_learned:  # only answers are, or with train_on=all the whole conversation
                     unread.append(f"{name} of {message['role']} messages")
             found.append(message)
-        return _Read(found, without_loss, unread, silenced_by)
+        return _Read(found, without_loss, unread, silenced_by, images)
 
-    def _message(self, message: Mapping[str, Any], kind: str, place: str) -> Message:
+    @property
+    def _what_is_read(self) -> str:
+        return "text and images are read" if self._reads_images else "only text is trained on"
+
+    def _fix_of_media(self, name: str) -> str:
+        """Return what to type for a field of images, videos or sounds that is not read."""
+        way = f"{self._way_to_images}, " if name in _IMAGES and self._way_to_images else ""
+        return f"{way}{self._ignore(name)}, which leaves them out, or rows of text"
+
+    def _message(self, message: Mapping[str, Any], kind: str, place: str) -> tuple[Message, list[Image | None]]:
         role_field, content_field = (str(self._own(name)) for name in _MESSAGE_FIELDS[kind])
         typed = message.get(role_field)
         role = SHAREGPT_ROLES.get(str(typed), typed) if kind == "sharegpt" or typed == "function" else typed
@@ -443,9 +528,34 @@ class Reader:
             reason = f"a message of role {role} has no {content_field}"
             fix = f"a text as {content_field} there"
             raise ConfigError(place, reason, self._map(_MESSAGE_FIELDS[kind][1], others) or fix)
-        text = "" if content is None else _content(content, content_field, place)
+        text, images = ("", []) if content is None else self._content(content, content_field, role, place)
         kept = {key: value for key, value in rest.items() if value is not None and key not in ("role", "content")}
-        return kept | {"role": role, "content": text} | ({"tool_calls": calls} if calls else {})
+        return kept | {"role": role, "content": text} | ({"tool_calls": calls} if calls else {}), images
+
+    def _content(self, value: Any, name: str, role: str, place: str) -> tuple[str, list[Image | None]]:
+        """Return the text of a message, with a mark for each image, and the images.
+
+        Parts of type text that follow each other are one text, as templates write them one after another.
+        """
+        if not isinstance(value, list) or not value or not all(isinstance(part, Mapping) for part in value):
+            return _text(value, name, place, owner="a message"), []
+        known = ("text", *(PART_TYPES if self._reads_images else ()))
+        others = [part.get("type") for part in value if part.get("type") not in known]
+        if others:
+            reason = f"the {name} of a message has a part of type {others[0]}, and {self._what_is_read}"
+            way = f"{self._way_to_images}, or " if others[0] in PART_TYPES and self._way_to_images else ""
+            raise ConfigError(place, reason, f"{way}a text as {name} there")
+        if role == "assistant" and any(part["type"] != "text" for part in value):
+            reason = "an answer of the assistant has an image, and images are read, not written"
+            raise ConfigError(place, reason, f"a text as {name} there")
+        parts, images = list[str](), list[Image | None]()
+        for part in value:
+            if part["type"] == "text":
+                parts.append(_text(part.get("text"), "text", place, owner="a part of a message"))
+                continue
+            parts.append(MARK)
+            images.append(read_image(part, place) if any(part.get(key) for key in HELD_BY) else None)
+        return join_parts(parts), images
 
 
 def parse_messages(value: Any, place: str) -> Any:
@@ -571,18 +681,6 @@ def _text(value: Any, name: str, place: str, *, owner: str | None = None) -> str
         reason = f"{shown} has half a character ({value[error.start]!r}, a lone surrogate)"
         raise ConfigError(place, reason, f"whole characters in {name} there") from error
     return value
-
-
-def _content(value: Any, name: str, place: str) -> str:
-    """Return the text of a message; parts of type text are one text, as templates write them one after another."""
-    if isinstance(value, list) and all(isinstance(part, Mapping) for part in value):
-        others = [part.get("type") for part in value if part.get("type") != "text"]
-        if others:
-            reason = f"the {name} of a message has a part of type {others[0]}, and only text is trained on"
-            raise ConfigError(place, reason, f"a text as {name} there")
-        if value:
-            return "".join(_text(part.get("text"), "text", place, owner="a part of a message") for part in value)
-    return _text(value, name, place, owner="a message")
 
 
 def _history(value: Any, place: str) -> list[Message]:

@@ -5,10 +5,12 @@ by rendering the conversation without and with it. Whatever an example holds has
 shows no answer or no call would train the model on an empty one.
 """
 
+import copy
+import functools
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, Literal
 
@@ -18,6 +20,7 @@ from typing_extensions import override
 
 from recipes.data.conversations.chat_template import REASONING, ChatTemplate
 from recipes.data.conversations.conversation import Example, Message, calls_of
+from recipes.data.conversations.image_parts import MARK, TYPED, ImageTokens, split_parts
 from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer
 
@@ -29,6 +32,7 @@ log = logging.getLogger("lightning_recipes")
 _SHOWN_CHARACTERS = 40
 _DEPENDS = "what it renders for an answer depends on what follows or on the prompt for it"
 _FIX_OF_TEMPLATE = "data.chat_template=<file.jinja> with {% generation %} around answers"
+_PROBE = "What is it?"
 _FOUND_FIELDS = ("role", "content", "tool_calls", "tool_call_id")  # checked by what they say, or only a link
 
 
@@ -53,19 +57,18 @@ class Tokenized:
 
 @dataclass(frozen=True)
 class _Rendered:
-    """A rendered conversation: its text, tokens, `tokenizers.Encoding`, and the places of marked answers in it."""
+    """A rendered conversation: its text, tokens, their characters, and the places of marked answers in it."""
 
     text: str
     ids: list[int]
-    encoding: Any
+    offsets: list[Span]
     blocks: list[Span]
 
     def text_of(self, start: int, stop: int) -> str:
         """Return the text of tokens."""
         if start >= stop:
             return ""
-        (first, _), (_, last) = self.encoding.token_to_chars(start), self.encoding.token_to_chars(stop - 1)
-        return self.text[first:last]
+        return self.text[self.offsets[start][0] : self.offsets[stop - 1][1]]
 
 
 class _NotFoundError(ConfigError):
@@ -79,9 +82,16 @@ class ExampleTokenizer:
         tokenizer: Tokenizer of the data.
         template: Chat template for conversations.
         train_on: `answers` of the assistant, the `last_answer`, or `all` tokens.
+        images: Tokens of an image; None: no example has one.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, *, train_on: TrainOn) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate, *, train_on: TrainOn, images: ImageTokens | None = None
+    ) -> None:
+        self._images = images
+        if images is not None:
+            template = _mark_places(template, tokenizer, images)
+            tokenizer = tokenizer.with_mark(MARK, in_place_of=images.id)
         self._tokenizer = tokenizer
         self._template = template
         self._train_on = train_on
@@ -89,11 +99,39 @@ class ExampleTokenizer:
         self._ends = self._special | {*tokenizer.end_ids}
 
     def __call__(self, example: Example) -> Tokenized:
-        """Return the tokens of one example.
+        """Return the tokens of one example, with all of those of its images, which carry no loss.
 
         Raises:
             ConfigError: The template rejects or does not show the example, or its answers cannot be located.
         """
+        tokenized = self._tokenize(example)
+        return tokenized if self._images is None else self._insert_images(tokenized, example, self._images)
+
+    def _insert_images(self, tokenized: Tokenized, example: Example, images: ImageTokens) -> Tokenized:
+        """Return an example with the tokens of each image in place of its mark.
+
+        Raises:
+            ConfigError: The text has not as many places as images, or a token of images as text.
+        """
+        is_mark = tokenized.tokens == self._tokenizer.vocab_size - 1  # [N], without those of images but one each
+        num_places = int(is_mark.sum())
+        if len(is_mark) and num_places != len(example.images):
+            reason = f"the template of {self._template.name} shows {num_places} of its {len(example.images)} images"
+            raise ConfigError(example.place, reason, self._template.suggest_other(uses_tools=False))
+        if (tokenized.tokens[~is_mark] == images.id).any():
+            spelled = self._tokenizer.decode([images.id])
+            reason = f"its text has the token {spelled!r}, which the model takes for images"
+            raise ConfigError(f"{example.place}: model.image_token_id={images.id}", reason, "an id that no text has")
+        repeats = np.where(is_mark, images.length, 1)  # [N], of the same
+        carries_loss = tokenized.carries_loss & ~is_mark
+        return replace(
+            tokenized,
+            tokens=np.repeat(np.where(is_mark, np.uint32(images.id), tokenized.tokens), repeats),
+            carries_loss=np.repeat(carries_loss, repeats),
+            is_answer=np.repeat(tokenized.is_answer & ~is_mark, repeats),
+        )
+
+    def _tokenize(self, example: Example) -> Tokenized:
         if isinstance(example.answer, str):
             assert example.prompt is None or isinstance(example.prompt, str)
             tokens, answer = self._text(example.prompt, _divide(example.answer, example.asides))
@@ -112,7 +150,9 @@ class ExampleTokenizer:
         found, ways = list[str](), tuple[TrainOn, ...](("last_answer", "all"))
         for way in ways:
             try:
-                tried = ExampleTokenizer(self._tokenizer, self._template, train_on=way)._conversation(example)
+                other = copy.copy(self)
+                other._train_on = way
+                tried = other._conversation(example)
                 found += [f"data.train_on={way}"] if len(tried.tokens) else []
             except ConfigError as error:
                 log.debug("data.train_on=%s does not help: %s", way, error.reason)
@@ -241,7 +281,7 @@ class ExampleTokenizer:
                 if not blocks_of[index]:
                     raise self._cannot_mask(f"it marks {len(blocks)} answers of {len(roles)}")
                 raise self._cannot_mask(f"where it marks one there is {shown[:_SHOWN_CHARACTERS]!r}")
-        offsets = whole.encoding.offsets
+        offsets = whole.offsets
         return {
             index: [_find_tokens(offsets, start, end) for start, end in blocks_of[index] if start < end]
             for index in answers
@@ -336,9 +376,36 @@ class ExampleTokenizer:
         return tuple(dict.fromkeys(hidden))
 
     def _render(self, messages: list[Message], tools: list[Any] | None, *, adds_prompt: bool = False) -> _Rendered:
+        if self.reads_parts:
+            messages = [{**message, "content": split_parts(message["content"])} for message in messages]
         text, blocks = self._template.render(messages, self._tokenizer, adds_prompt=adds_prompt, tools=tools)
         encoding = self._tokenizer.encode_rendered(text)
-        return _Rendered(text, encoding.ids, encoding, blocks)
+        first = self._tokenizer.first_tokens if self._needs_beginning(text) else []
+        return _Rendered(text, [*first, *encoding.ids], [(0, 0)] * len(first) + encoding.offsets, blocks)
+
+    def _needs_beginning(self, text: str) -> bool:
+        """Return whether the tokenizer puts its first tokens before a rendered conversation.
+
+        A processor of transformers, as models with images have one, does so unless the template has written the first
+        of them; a tokenizer alone does not.
+        """
+        if self._images is None:
+            return False
+        begins = self._tokenizer.special_tokens.get("bos_token")
+        return begins is None or not text.startswith(begins)
+
+    @functools.cached_property
+    def reads_parts(self) -> bool:
+        """Whether the template reads the parts of a message, as those of models with images do, and not its text."""
+        if self._images is None:
+            return False
+        asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": _PROBE}]}]
+        try:
+            text, _ = self._template.render(asked, self._tokenizer, adds_prompt=True, tools=None)
+        except ConfigError as error:
+            log.debug("The template reads no parts of messages: %s", error.reason)
+            return False
+        return text.count(MARK) == 1 and _PROBE in text
 
     def _not_shown(self, missing: str) -> ConfigError:
         reason = f"the template of {self._template.name} does not show {missing}: an empty one would be learned"
@@ -358,18 +425,15 @@ class PromptTokenizer(ExampleTokenizer):
     Args:
         tokenizer: Tokenizer of the data.
         template: Chat template for conversations.
+        images: Tokens of an image; None: no prompt has one.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
-        super().__init__(tokenizer, template, train_on="answers")
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, *, images: ImageTokens | None = None) -> None:
+        super().__init__(tokenizer, template, train_on="answers", images=images)
 
     @override
-    def __call__(self, example: Example) -> Tokenized:
-        """Return the tokens of one prompt and its reference; none of a row that is left out.
-
-        Raises:
-            ConfigError: The template rejects the prompt, or does not show its tools.
-        """
+    def _tokenize(self, example: Example) -> Tokenized:
+        """Return the tokens of one prompt and its reference; none of a row that is left out."""
         reference = example.answer if isinstance(example.answer, str) else example.answer[-1]["content"]
         hidden: tuple[str, ...] = ()
         if example.prompt is None:
@@ -397,6 +461,16 @@ class PromptTokenizer(ExampleTokenizer):
                 mistake = mistake or error
         assert mistake is not None, "there is at least one form"
         raise mistake
+
+
+def _mark_places(template: ChatTemplate, tokenizer: Tokenizer, images: ImageTokens) -> ChatTemplate:
+    """Return a template that writes `MARK` for an image, in place of what it spells out."""
+    added = tokenizer.added_tokens.get(str(images.id))
+    spelled = {TYPED} | (set() if added is None else {added["content"]})
+    sources = [template.source, template.tool_source]
+    for text in sorted(spelled, key=len, reverse=True):
+        sources = [None if source is None else source.replace(text, MARK) for source in sources]
+    return replace(template, source=sources[0] or "", tool_source=sources[1])
 
 
 def _divide(answer: str, asides: Sequence[Span]) -> list[tuple[str, bool]]:
@@ -455,8 +529,8 @@ def _is_shown(content: str, text: str) -> bool:
     lines = content.strip().splitlines()
     if not lines:
         return True
-    last = lines[-1].strip()
-    return last in text or json.dumps(last, ensure_ascii=False)[1:-1] in text
+    last = [piece.strip() for piece in lines[-1].split(MARK)]  # images may be shown before all text
+    return all(piece in text or json.dumps(piece, ensure_ascii=False)[1:-1] in text for piece in last)
 
 
 def _count_same(first: Sequence[Any], second: Sequence[Any]) -> int:

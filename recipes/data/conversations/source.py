@@ -3,25 +3,30 @@
 import functools
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from recipes.cache import open_cache_dir
 from recipes.data.conversations.chat_template import TRAINING_DAY, ChatTemplate, find_template
 from recipes.data.conversations.conversation import Reader
+from recipes.data.conversations.image_parts import MARK, ImageFinder, ImageTokens
 from recipes.data.conversations.loss_mask import ExampleTokenizer
-from recipes.data.conversations.rows import ExampleRows, pad_rows
+from recipes.data.conversations.rows import ExampleRows, ImageReader, pad_rows
 from recipes.data.conversations.store import AnyReader, Encoder, ExampleStore, cached_examples
+from recipes.data.image_file import check_header
 from recipes.data.read_rows import Rows, check_split, open_rows
 from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.errors import ConfigError
 from recipes.files import count
 from recipes.runtime.world import num_cores
 from recipes.tokenizer import TextCorpus, Tokenizer, TokenizerConfig
+from recipes.transform.images import ImageTransform
 
 LOGGER = logging.getLogger("lightning_recipes")
 
@@ -57,6 +62,10 @@ class Conversations:
         split: str,
         tokenizer: TokenizerConfig,
         seq_len: Annotated[int, ">= 1"],
+        image_folder: str | None,
+        image_token_id: Annotated[int, ">= 0"] | None,
+        image_seq_length: Annotated[int, ">= 1"] | None,
+        transform: ImageTransform | None,
         cache_dir: str,
         vocab_size: Annotated[int, ">= 1"] | None = None,
         num_processes: Annotated[int, ">= 1, <= 256"] | None = None,
@@ -72,16 +81,22 @@ class Conversations:
             packing: Whether several examples share a row, without attending to each other.
             val_path: Rows for validation; None: split from `path`.
             val_fraction: Fraction of `path` for validation, by a hash of the first question, so that equal questions
-                stay in one split, whatever the system message.
+                stay in one split, whatever the system message; of rows with images, by a hash of the first image.
             split: Split of a hub dataset.
             tokenizer: Config of the tokenizer, which is trained on these rows if necessary.
-            seq_len: Tokens per row.
+            seq_len: Tokens per row, those of images among them.
+            image_folder: Folder of the images that rows name by paths; None: that of the file of the rows.
+            image_token_id: Token of the model that stands for a part of an image; None: it reads no images, and rows
+                with images are refused.
+            image_seq_length: Tokens of an image.
+            transform: What is made of an image, in training as in validation; None or an empty mapping: rows have none.
             cache_dir: Folder of cached tokens and tokenizers.
             vocab_size: Vocabulary size of the model; None: any.
             num_processes: Processes that tokenize; None: one per core.
 
         Raises:
-            ConfigError: There is no tokenizer, or `fields` has an unknown name.
+            ConfigError: There is no tokenizer, `fields` has an unknown name, or the transform does not suit images
+                that are asked about.
         """
         if not hasattr(tokenizer, "make"):
             raise ConfigError(
@@ -94,7 +109,14 @@ class Conversations:
         self._path = path
         self._val_path = val_path
         self._val_fraction = val_fraction
-        self._reader: AnyReader = Reader(format=format, fields=fields)
+        self._image_folder = image_folder
+        self._images: ImageReader | None = None
+        if image_token_id is not None:
+            assert image_seq_length is not None, "a model has both"
+            self._images = ImageReader(ImageTokens(image_token_id, image_seq_length), _check_transform(transform))
+        reads_images = self._images is not None
+        way = "" if reads_images else "model=llava, which reads images"
+        self._reader: AnyReader = Reader(format=format, fields=fields, reads_images=reads_images, way_to_images=way)
         self._format = f"{format} {sorted(fields.items(), key=str)}"
         self._template = chat_template
         self._train_on = train_on
@@ -179,6 +201,9 @@ class Conversations:
         tokenizer.check_model(self._known_ids)
         template = find_template(self._template, tokenizer, day=TRAINING_DAY)
         made_by = (self._format, tokenizer.fingerprint, str(tokenizer.special_tokens), repr(template), self._train_on)
+        finder, num_ids = None, tokenizer.vocab_size
+        if self._images is not None:
+            finder, num_ids = ImageFinder(self._image_folder, check_header), max(num_ids, self._images.tokens.id + 1)
         try:
             stores = {
                 name: cached_examples(
@@ -186,10 +211,11 @@ class Conversations:
                     setting=f"data.{'path' if name == 'train' else 'val_path'}={rows.name}",
                     reader=self._reader,
                     tokenizer=self._make_encoder(tokenizer, template),
-                    vocab_size=tokenizer.vocab_size,
-                    key="\0".join((hashes[name], *made_by)),
+                    vocab_size=num_ids,
+                    key="\0".join((hashes[name], *made_by, *self._made_by_images(rows))),
                     cache_dir=cache_dir,
                     num_processes=self._num_processes or num_cores(),
+                    finder=finder,
                 )
                 for name, rows in sources.items()
             }
@@ -216,14 +242,15 @@ class Conversations:
     @property
     def collate(self) -> Callable[[Sequence[Any]], Any] | None:
         """Collate function; None: all samples have the same length."""
-        return None if self.packs else functools.partial(pad_rows, seq_len=self.seq_len)
+        is_stacked = self.packs and self._images is None
+        return None if is_stacked else functools.partial(pad_rows, seq_len=self.seq_len)
 
     @property
     def fingerprint(self) -> str:
         """Equal for equal samples."""
         _, stores, _ = self._ready()
         names = "+".join(store.folder.name for store in stores.values())
-        own = f"{names}/{self._val_fraction}/{self.seq_len}/{'packed' if self.packs else 'padded'}"
+        own = f"{names}/{self._val_fraction}/{self._how_read()}"
         if not len(self._held_out):
             return own
         return f"{own}/{hashlib.blake2b(self._held_out.tobytes(), digest_size=12).hexdigest()}"
@@ -233,7 +260,17 @@ class Conversations:
         """Equal for equal validation samples."""
         store = self._ready()[1].get("val", self._ready()[1]["train"])
         examples = hashlib.blake2b(self.val().examples.tobytes(), digest_size=12).hexdigest()
-        return f"{store.folder.name}/{examples}/{self.seq_len}/{'packed' if self.packs else 'padded'}"
+        return f"{store.folder.name}/{examples}/{self._how_read()}"
+
+    def _how_read(self) -> str:
+        """Return what samples depend on beside the examples, for the fingerprints."""
+        read = f"{self.seq_len}/{'packed' if self.packs else 'padded'}"
+        return read if self._images is None else f"{read}/{self._images.transform.describe_eval()}"
+
+    @property
+    def image_reader(self) -> ImageReader | None:
+        """Reads images as training does; None: there are none."""
+        return self._images
 
     @property
     def noun(self) -> str:
@@ -244,22 +281,51 @@ class Conversations:
         """Return the amount of data, the fraction of training tokens with a loss, and the fields that are not read."""
         rows, not_read = self._ready()[2], self._describe_unread()
         if "train" not in rows:
-            return f"{count(rows['val'].num_examples, f'validation {self.noun}')}{not_read}"
+            number = count(rows["val"].num_examples, f"validation {self.noun}")
+            return f"{number}{self._describe_images()}{not_read}"
         train, val = rows["train"], rows["val"]
         fill = train.num_inputs / (len(train) * self.seq_len)
         packed = f" in {count(len(train), 'row')} of {self.seq_len}, {fill:.0%} full" if self.packs else ""
         counts = f"{train.num_examples:,} training{packed} and {count(val.num_examples, f'validation {self.noun}')}"
         share = train.num_targets / train.num_inputs
         trained = f"{train.num_targets:,} of {train.num_inputs:,} training tokens carry loss ({share:.0%})"
-        return f"{counts}; {trained}{not_read}"
+        return f"{counts}; {trained}{self._describe_images()}{not_read}"
+
+    def _describe_images(self) -> str:
+        """Return how many images the examples have, which of them are not read, and what is made of one."""
+        rows = self._ready()[2]
+        if self._images is None or not any(found.num_images + found.num_images_cut for found in rows.values()):
+            return ""
+        names = {"train": "training", "val": "validation"}
+        counts = " and ".join(f"{found.num_images:,} of {names[split]}" for split, found in rows.items())
+        num_cut = sum(found.num_images_cut for found in rows.values())
+        cut = f", and {num_cut:,} more behind the end of rows that are cut" if num_cut else ""
+        size = self._images.transform.pixels.eval_size
+        parts = [
+            f"images: {counts}{cut}, {self._images.tokens.length} tokens each",
+            f"all are resized to {size} x {size} as in validation, and nothing of them is drawn",
+            self._images.transform.describe_origin(),
+        ]
+        return "; ".join(["", *filter(None, parts)])
 
     def describe_sample(self, sample: int) -> dict[str, Any]:
         """Return the origin of the examples in a training row, and its text, for the dump of a bad batch."""
-        tokenizer, stores, rows = self._ready()
+        _, stores, rows = self._ready()
         store = stores["train"]
         examples = rows["train"].examples_of(sample)
-        texts = [tokenizer.decode(store.tokens(example, stop=self.seq_len + 1).tolist()) for example in examples]
-        return {"documents": [{"name": store.place(example)} for example in examples], "text": "\n\n".join(texts)}
+        texts = [self._spell(store.tokens(example, stop=self.seq_len + 1)) for example in examples]
+        documents: list[dict[str, Any]] = [{"name": store.place(example)} for example in examples]
+        if self._images is not None:
+            for document, files in zip(documents, rows["train"].list_images(sample), strict=True):
+                document |= {"images": [file or "in the row" for file in files]} if files else {}
+        return {"documents": documents, "text": "\n\n".join(texts)}
+
+    def _spell(self, tokens: NDArray[np.int64]) -> str:
+        """Return tokens as text, with `<image>` for those of an image."""
+        decode = self.tokenizer.decode
+        if self._images is None:
+            return decode(tokens.tolist())
+        return self._images.tokens.spell(tokens[: self._images.tokens.shorten(tokens)], decode)
 
     def train(self) -> ExampleRows:
         """Return the training rows."""
@@ -290,8 +356,31 @@ class Conversations:
                 found[row.place] = row.parse()
         return [found.get(place, {}) for place in places]
 
+    def question_images(self, num_samples: int) -> list[Tensor]:
+        """Return the images of each of `questions`, [N, C, S, S] float32, in the order of their tokens; none: [0, …].
+
+        Raises:
+            ConfigError: One cannot be decoded.
+        """
+        assert self._images is not None, "for a model that reads images"
+        store = self._ready()[1]["val" if "val" in self._ready()[1] else "train"]
+        found = []
+        for example, prompt, _ in self._find_questions(num_samples):
+            number = self._images.tokens.count(np.array(prompt))
+            found.append(self._images.stack(self._images.read(store, example, number)))
+        return found
+
     def _make_encoder(self, tokenizer: Tokenizer, template: ChatTemplate) -> Encoder:
-        return ExampleTokenizer(tokenizer, template, train_on=self._train_on)
+        images = None if self._images is None else self._images.tokens
+        return ExampleTokenizer(tokenizer, template, train_on=self._train_on, images=images)
+
+    def _made_by_images(self, rows: Rows) -> list[str]:
+        """Return what the images of examples, and their tokens, depend on beside the rows."""
+        if self._images is None:
+            return []
+        # paths are relative to files, which may have moved
+        folder = os.path.abspath(os.path.expanduser(self._image_folder or rows.name))
+        return [repr(self._images.tokens), folder]
 
     def _describe_unread(self) -> str:
         unread = dict[str, int]()
@@ -347,7 +436,7 @@ class Conversations:
         raise ConfigError(f"data.path={self._path}", reason, fix)
 
     def _make_rows(self, store: ExampleStore, examples: NDArray[np.int64]) -> ExampleRows:
-        return ExampleRows(store, examples, seq_len=self.seq_len, packs=self.packs)
+        return ExampleRows(store, examples, seq_len=self.seq_len, packs=self.packs, images=self._images)
 
     def _explain_two_files(self, mistake: ConfigError, sources: Mapping[str, Rows]) -> ConfigError | None:
         """Return the error for rows of other fields in `val_path`: what is typed for one file is wrong for the other.
@@ -396,7 +485,10 @@ class Conversations:
             num_known = int(np.isin(stores["val"].questions, stores["train"].questions).sum())
             if num_known:
                 LOGGER.warning(
-                    "%d of %d examples of data.val_path begin with a question that training examples begin with",
+                    "%d of %d examples of data.val_path begin with a question that training examples begin with, or are"
+                    " about the same image"
+                    if self._images is not None
+                    else "%d of %d examples of data.val_path begin with a question that training examples begin with",
                     *(num_known, len(stores["val"])),
                 )
         elif self._val_fraction < 1 and _find_limit(stores["train"].questions, self._val_fraction)[1]:
@@ -439,6 +531,24 @@ def _find_limit(questions: NDArray[np.uint64], val_fraction: float) -> tuple[np.
     return np.uint64(kept), kept != limit
 
 
+def _check_transform(transform: ImageTransform | None) -> ImageTransform:
+    """Return a transform that makes one image of each, and the same one whenever it is read.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if not transform:
+        reason = "the model reads images, and nothing says what is made of one"
+        raise ConfigError("transform=none", reason, "transform=clip")
+    if transform.mixing.is_on:
+        typed = f"transform.mixup={transform.mixup} transform.cutmix={transform.cutmix}"
+        raise ConfigError(typed, "no answer is that to a mixed image", "0 for both")
+    if transform.views > 1:
+        reason = "a question is about an image, and one view of it is read"
+        raise ConfigError(f"transform.views={transform.views}", reason, "transform.views=1")
+    return transform
+
+
 def _are(num_rows: int) -> str:
     return "1 row is" if num_rows == 1 else f"{num_rows:,} rows are"
 
@@ -463,6 +573,6 @@ class _RowTexts:
                 for part in (example.prompt or "", example.answer):
                     for text in [part] if isinstance(part, str) else [str(message["content"]) for message in part]:
                         num_bytes += len(text)
-                        yield text
+                        yield text.replace(MARK, "")
             if num_bytes >= max_bytes:
                 return

@@ -1,6 +1,8 @@
-"""On-disk store of tokenized examples: concatenated tokens with per-token marks, and the origin of each example.
+"""On-disk store of tokenized examples: concatenated tokens with per-token marks, their origin, and their images.
 
-Shapes: N examples.
+An image in a file stays there, and its path is kept; one that is in the rows themselves is kept with its bytes.
+
+Shapes: N examples, I images of all of them.
 """
 
 import functools
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 
 from recipes.cache import build_once
 from recipes.data.conversations.conversation import Example
+from recipes.data.conversations.image_parts import FoundImage, ImageFinder
 from recipes.data.conversations.loss_mask import Tokenized
 from recipes.data.parallel import group_by_bytes, map_in_order
 from recipes.data.read_rows import Row
@@ -30,13 +33,13 @@ from recipes.files import count
 log = logging.getLogger("lightning_recipes")
 Encoder = Callable[[Example], Tokenized]  # picklable
 
-FORMAT_VERSION = 6  # increase when the same key produces different files
+FORMAT_VERSION = 7  # increase when the same key produces different files
 _TASK_BYTES = 1024 * 1024
 _TASK_ROWS = 4096
 _ROWS_PER_PROCESS = 2000  # with fewer per process, starting it (~2 s with a chat template) does not pay off
 _CARRIES_LOSS, _IS_ANSWER = 1, 2  # bits of a mark
-_ARRAYS = ("starts", "questions", "targets", "values", "note_starts")
-_TYPES = {"marks": "uint8", "notes": "uint8"}  # of the other files; that of tokens is in `meta.json`
+_ARRAYS = ("starts", "questions", "targets", "values", "note_starts", "image_starts", "image_records")
+_TYPES = {"marks": "uint8", "notes": "uint8", "images": "uint8"}  # of the other files; that of tokens is in `meta.json`
 _MAX_NAMES = 100  # of fields; a row may have others than every other row
 
 
@@ -67,6 +70,7 @@ class Encoded(NamedTuple):
         value: What the row says about this example, such as whether it is good; NaN: nothing.
         left_out: Why the row is not trained on; empty: it is.
         note: What is kept beside it.
+        images: In the order of its tokens.
     """
 
     place: str
@@ -79,6 +83,7 @@ class Encoded(NamedTuple):
     value: float
     left_out: str
     note: str
+    images: tuple[FoundImage, ...]
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,7 @@ class StoreMeta:
         num_ending: Number of examples in which an answer ends with a token that stops a generation, with a loss.
         num_in_parts: Number of rows of which an answer is learned in several parts, such as turns.
         num_note_bytes: Bytes of all notes.
+        num_image_bytes: Bytes of the images that are kept, and of the paths of the others.
         unread: Fields that were not read, with the number of rows that have them.
         hidden: What the template does not show, with the number of rows.
         absent: Names in `data.fields` that no conversation has.
@@ -105,6 +111,7 @@ class StoreMeta:
     num_ending: int
     num_in_parts: int
     num_note_bytes: int
+    num_image_bytes: int
     unread: dict[str, int]
     hidden: dict[str, int]
     absent: list[str]
@@ -176,6 +183,22 @@ class ExampleStore:
         first, last = self._map("note_starts")[example : example + 2]
         return self._map("notes")[first:last].tobytes().decode() if last > first else ""
 
+    @property
+    def num_images(self) -> NDArray[np.int64]:
+        """Number of images of each example, [N]."""
+        num_images: NDArray[np.int64] = np.diff(self._map("image_starts"))
+        return num_images
+
+    def images(self, example: int, number: int) -> list[FoundImage]:
+        """Return the first images of an example."""
+        first, last = self._map("image_starts")[example : example + 2]
+        records = self._map("image_records")[first : min(last, first + number)].tolist()
+        return [self._image(begin, end, is_file=bool(is_file)) for begin, end, is_file in records]
+
+    def _image(self, begin: int, end: int, *, is_file: bool) -> FoundImage:
+        content = self._map("images")[begin:end].tobytes()
+        return FoundImage(content.decode("utf-8", "surrogateescape"), b"") if is_file else FoundImage("", content)
+
     def _slice(self, name: str, example: int, stop: int | None) -> NDArray[Any]:
         first, last = self._map("starts")[example : example + 2]
         return self._map(name)[first : last if stop is None else min(last, first + stop)]
@@ -204,6 +227,7 @@ def cached_examples(
     key: str,
     cache_dir: Path,
     num_processes: int,
+    finder: ImageFinder | None = None,
 ) -> ExampleStore:
     """Return the examples of rows, tokenizing them if they are not cached; safe in any number of processes.
 
@@ -216,15 +240,16 @@ def cached_examples(
         key: Cache key, equal for equal results.
         cache_dir: Folder of all caches.
         num_processes: Processes that tokenize.
+        finder: Finds the images of rows; None: they have none.
 
     Raises:
-        ConfigError: A row cannot be read, or no row has a loss; nothing is left in the cache.
+        ConfigError: A row or an image cannot be read, or no row has a loss; nothing is left in the cache.
     """
     digest = hashlib.blake2b(f"{FORMAT_VERSION} {key}".encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
     folder = cache_dir / "examples" / digest
 
     def build(temporary: Path) -> None:
-        encoded = _encode_all(rows, reader, tokenizer, num_processes=num_processes)
+        encoded = _encode_all(rows, reader, tokenizer, finder, num_processes=num_processes)
         _write(temporary, encoded, vocab_size=vocab_size, setting=setting)
 
     build_once(folder, build, is_complete=is_complete)
@@ -235,46 +260,55 @@ def is_complete(folder: Path) -> bool:
     """Return whether a folder has its files, with the sizes given by `meta.json`."""
     try:
         meta = ExampleStore(folder).meta
-        sizes = {name: (folder / f"{name}.bin").stat().st_size for name in ("tokens", "marks", "notes")}
+        sizes = {name: (folder / f"{name}.bin").stat().st_size for name in ("tokens", "marks", "notes", "images")}
         has_arrays = all((folder / f"{name}.npy").is_file() for name in _ARRAYS)
     except (OSError, TypeError, ValueError):  # a file is missing, not JSON, or has other fields
         return False
     wanted = {"tokens": meta.num_tokens * np.dtype(meta.dtype).itemsize, "marks": meta.num_tokens}
-    wanted["notes"] = meta.num_note_bytes
+    wanted |= {"notes": meta.num_note_bytes, "images": meta.num_image_bytes}
     return has_arrays and sizes == wanted and (folder / "places.txt").is_file()
 
 
 def _encode_all(
-    rows: Iterable[Row], reader: AnyReader, tokenizer: Encoder, *, num_processes: int
+    rows: Iterable[Row], reader: AnyReader, tokenizer: Encoder, finder: ImageFinder | None, *, num_processes: int
 ) -> Iterator[list[Encoded]]:
     """Yield the examples of each row."""
     tasks = group_by_bytes(rows, max_bytes=_TASK_BYTES, max_items=_TASK_ROWS)
     first = list(islice(tasks, 2))
     workers = 1 if len(first) < 2 and sum(map(len, first)) < _ROWS_PER_PROCESS else num_processes
-    encode = functools.partial(_encode, reader=reader, tokenizer=tokenizer)
+    encode = functools.partial(_encode, reader=reader, tokenizer=tokenizer, finder=finder)
     for _, encoded in map_in_order(encode, chain(first, tasks), workers=workers):
         yield from encoded
 
 
-def _encode(rows: Sequence[Row], *, reader: AnyReader, tokenizer: Encoder) -> list[list[Encoded]]:
+def _encode(
+    rows: Sequence[Row], *, reader: AnyReader, tokenizer: Encoder, finder: ImageFinder | None
+) -> list[list[Encoded]]:
     return [
         [
-            Encoded(
-                row.place,
-                hash_text(example.question),
-                not isinstance(example.answer, str),
-                tuple(dict.fromkeys(example.silenced_by)),
-                example.unread,
-                example.absent,
-                tokenizer(example),
-                example.value,
-                example.left_out,
-                example.note,
-            )
+            _encode_example(example, row, tokenizer, finder)
             for example in reader.read_all(row.parse(), place=row.place, from_table=row.from_table)
         ]
         for row in rows
     ]
+
+
+def _encode_example(example: Example, row: Row, tokenizer: Encoder, finder: ImageFinder | None) -> Encoded:
+    images = () if finder is None else tuple(finder.find(image, row) for image in example.images)
+    return Encoded(
+        row.place,
+        # questions about one image, or the same one about many, tell what an unseen image is
+        hash_text(images[0].key if images else example.question),
+        not isinstance(example.answer, str),
+        tuple(dict.fromkeys(example.silenced_by)),
+        example.unread,
+        example.absent,
+        tokenizer(example),
+        example.value,
+        example.left_out,
+        example.note,
+        images,
+    )
 
 
 def _no_examples(
@@ -300,13 +334,16 @@ def _no_examples(
 def _write(folder: Path, encoded: Iterator[list[Encoded]], *, vocab_size: int, setting: str) -> None:
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     starts, questions, targets, values = array("q", [0]), array("Q"), array("q"), array("d")
-    note_starts = array("q", [0])
+    note_starts, image_starts = array("q", [0]), array("q", [0])
+    image_records, kept = array("q"), dict[str, tuple[int, int]]()  # begin and end of each image by its key
     dropped, left_out = list[str](), dict[str, list[str]]()
     unread, hidden, absent = Counter[str](), Counter[str](), Counter[str]()
     num_conversations = num_ending = num_in_parts = 0
     silenced = Counter[str]()
-    files = [(folder / name).open("wb") for name in ("tokens.bin", "marks.bin", "notes.bin", "places.txt")]
-    tokens_file, marks_file, notes_file, places_file = files
+    files = [
+        (folder / name).open("wb") for name in ("tokens.bin", "marks.bin", "notes.bin", "images.bin", "places.txt")
+    ]
+    tokens_file, marks_file, notes_file, images_file, places_file = files
     try:
         for examples in encoded:
             unread.update({name for example in examples for name in example.unread})
@@ -325,6 +362,13 @@ def _write(folder: Path, encoded: Iterator[list[Encoded]], *, vocab_size: int, s
                 marks = tokenized.carries_loss * np.uint8(_CARRIES_LOSS) + tokenized.is_answer * np.uint8(_IS_ANSWER)
                 marks_file.write(marks.tobytes())
                 note_starts.append(note_starts[-1] + notes_file.write(example.note.encode()))
+                for image in example.images:
+                    if image.key not in kept:
+                        begin = images_file.tell()
+                        content = image.content or image.path.encode("utf-8", "surrogateescape")
+                        kept[image.key] = begin, begin + images_file.write(content)
+                    image_records.extend((*kept[image.key], bool(image.path)))
+                image_starts.append(image_starts[-1] + len(example.images))
                 places_file.write(f"{example.place}\n".encode("utf-8", "surrogateescape"))
                 starts.append(starts[-1] + len(tokenized.tokens))
                 questions.append(example.question)
@@ -345,6 +389,8 @@ def _write(folder: Path, encoded: Iterator[list[Encoded]], *, vocab_size: int, s
     np.save(folder / "targets.npy", np.array(targets, dtype=np.int64))
     np.save(folder / "values.npy", np.array(values, dtype=np.float64))
     np.save(folder / "note_starts.npy", np.array(note_starts, dtype=np.int64))
+    np.save(folder / "image_starts.npy", np.array(image_starts, dtype=np.int64))
+    np.save(folder / "image_records.npy", np.array(image_records, dtype=np.int64).reshape(-1, 3))  # [I, 3]
     meta = StoreMeta(
         format_version=FORMAT_VERSION,
         dtype=dtype,
@@ -354,6 +400,7 @@ def _write(folder: Path, encoded: Iterator[list[Encoded]], *, vocab_size: int, s
         num_ending=num_ending,
         num_in_parts=num_in_parts,
         num_note_bytes=note_starts[-1],
+        num_image_bytes=max((end for _, end in kept.values()), default=0),
         unread=dict(unread.most_common(_MAX_NAMES)),
         hidden=dict(hidden.most_common(_MAX_NAMES)),
         absent=[name for name, count in absent.items() if count == num_conversations],

@@ -20,6 +20,7 @@ from recipes.data.conversations.rows import pad_rows
 from recipes.data.draws import has_draws
 from recipes.data.mixture.stages import Stages
 from recipes.data.order import Order, Positions, ShuffledOrder
+from recipes.errors import ConfigError
 
 _BLOCK = 1 << 20  # samples of a source that are counted at a time
 
@@ -57,6 +58,21 @@ def _own_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little")
 
 
+def find_no_images(parts: Sequence[SampleDataset]) -> dict[str, Tensor]:
+    """Return what a sample without images has beside those with some: `images` [0, C, S, S]; nothing if none has any.
+
+    Raises:
+        ConfigError: The images of two sources differ in shape.
+    """
+    found = [getattr(part, "image_shape", None) for part in parts]
+    shapes: set[tuple[int, ...]] = {shape for shape in found if shape is not None}
+    if len(shapes) > 1:
+        shown = " and ".join("x".join(map(str, shape)) for shape in sorted(shapes))
+        reason = f"its sources have images of {shown}, and a model reads one shape"
+        raise ConfigError("data=mixture", reason, "the same transform for all of them")
+    return {"images": torch.zeros(0, *shapes.pop())} if shapes else {}
+
+
 class MixedSamples(Dataset[dict[str, Tensor]]):
     """Concatenated training samples of all sources, each with `source`, the index of its source.
 
@@ -70,6 +86,7 @@ class MixedSamples(Dataset[dict[str, Tensor]]):
         self.stages = stages
         self._lasts = np.cumsum([len(part) for part in parts.values()])  # [K], one past the last sample
         self._by_number = list(parts.values())
+        self._no_images = find_no_images(self._by_number)
         counts = {part.targets_per_sample for part in self._by_number}
         self.targets_per_sample = counts.pop() if len(counts) == 1 else None
         self.tokens_per_sample = max(part.tokens_per_sample for part in self._by_number)
@@ -77,6 +94,10 @@ class MixedSamples(Dataset[dict[str, Tensor]]):
         is_padded |= any(hasattr(part, "count_inputs") for part in self._by_number)
         # samples -> number of inputs of each, without padding; None if no sample is padded
         self.count_inputs: Callable[[Positions], Positions] | None = self._count_own_inputs if is_padded else None
+        # samples -> number of images of each; None if no source has any among its tokens
+        self.count_images: Callable[[Positions], Positions] | None = (
+            self._count_own_images if any(map(_get_image_count, self._by_number)) else None
+        )
         self._counted: dict[str, tuple[int, int]] = {}  # source -> samples and tokens of the last count
         self._draws = [has_draws(part) for part in self._by_number]
         # (index, rng) -> random sample; None if no source draws
@@ -88,18 +109,18 @@ class MixedSamples(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return a sample of its source, with `source`, [] int64."""
         source, own = self.locate(index)
-        return self._by_number[source][own] | {"source": torch.tensor(source)}
+        return self._no_images | self._by_number[source][own] | {"source": torch.tensor(source)}
 
     def _draw(self, index: int, rng: Generator) -> dict[str, Tensor]:
         """Return a sample of its source, drawn if the source draws."""
         source, own = self.locate(index)
         part: Any = self._by_number[source]
         sample: dict[str, Tensor] = part.sample(own, rng) if self._draws[source] else part[own]
-        return sample | {"source": torch.tensor(source)}
+        return self._no_images | sample | {"source": torch.tensor(source)}
 
     def padding(self) -> dict[str, Tensor]:
         """Return a sample without a loss, of the first source."""
-        return make_padding(self._by_number[0]) | {"source": torch.tensor(0)}
+        return self._no_images | make_padding(self._by_number[0]) | {"source": torch.tensor(0)}
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return the source of a sample and its index in that source."""
@@ -125,11 +146,18 @@ class MixedSamples(Dataset[dict[str, Tensor]]):
         return {name: counts[name] / len(part) for name, part in self.parts.items()}
 
     def _count_own_inputs(self, samples: Positions) -> Positions:
+        return self._count(samples, _count_inputs)
+
+    def _count_own_images(self, samples: Positions) -> Positions:
+        return self._count(samples, _count_images)
+
+    def _count(self, samples: Positions, count: Callable[[Any, Positions], Positions]) -> Positions:
+        """Return a count of each sample, which its source has."""
         counts = np.empty_like(samples)
         sources = np.searchsorted(self._lasts, samples, side="right")
         for source in np.unique(sources):
             is_of, part = sources == source, self._by_number[source]
-            counts[is_of] = _count_inputs(part, samples[is_of] - (self._lasts[source] - len(part)))
+            counts[is_of] = count(part, samples[is_of] - (self._lasts[source] - len(part)))
         return counts
 
     def count_tokens(self, position: int, *, seed: int) -> dict[str, int]:
@@ -173,6 +201,17 @@ def _count_inputs(part: Any, samples: Positions) -> Positions:
     return np.full(len(samples), part.tokens_per_sample, dtype=np.int64)
 
 
+def _get_image_count(part: Any) -> Callable[[Positions], Positions] | None:
+    count: Callable[[Positions], Positions] | None = getattr(part, "count_images", None)
+    return count
+
+
+def _count_images(part: Any, samples: Positions) -> Positions:
+    """Return the number of images of each sample of one source."""
+    count = _get_image_count(part)
+    return np.zeros(len(samples), dtype=np.int64) if count is None else count(samples)
+
+
 class MixedValidation(Dataset[dict[str, Tensor]]):
     """Validation samples of all sources with the weights of the last stage, without repetition.
 
@@ -188,6 +227,7 @@ class MixedValidation(Dataset[dict[str, Tensor]]):
         self._parts = parts
         self._stages = stages
         self._by_number = list(parts.values())
+        self._no_images = find_no_images(self._by_number)
         lengths = np.array([len(part) for part in self._by_number])  # [K]
         most = stages.find_end(lengths)
         assert most is not None, "in a single stage each source runs out"
@@ -204,11 +244,12 @@ class MixedValidation(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return a sample of its source, with `source`, [] int64."""
         source = int(self._sources[index])
-        return self._by_number[source][int(self._own[index])] | {"source": torch.tensor(source)}
+        sample = self._by_number[source][int(self._own[index])]
+        return self._no_images | sample | {"source": torch.tensor(source)}
 
     def padding(self) -> dict[str, Tensor]:
         """Return a sample without a loss, of the first source."""
-        return make_padding(self._by_number[0]) | {"source": torch.tensor(0)}
+        return self._no_images | make_padding(self._by_number[0]) | {"source": torch.tensor(0)}
 
     def spread(self, num_samples: int) -> "MixedValidation":
         """Return fewer samples with the same weights, evenly spaced in each source."""
@@ -220,7 +261,7 @@ def collate(samples: Sequence[dict[str, Tensor]], *, seq_len: int) -> dict[str, 
 
     Args:
         samples: B samples with `inputs` and `targets` [T], `source` [], and optionally `positions` [T] and
-            `num_inputs` [].
+            `num_inputs` []; and `images` [N, C, S, S] of all samples, if any source has images.
         seq_len: Maximum T.
     """
     has_positions = any("positions" in sample for sample in samples)

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeGuard
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from recipes.data import DataSource, get_val_fingerprint, in_section, prepare_with
 from recipes.data.mixture.samples import MixedSamples, MixedValidation, collate
@@ -208,6 +210,22 @@ class Mixture:
         found: list[tuple[list[int], list[int]]] = []
         for source, each in self._share(num_samples):
             found += source.questions(each)
+        return found[:num_samples]
+
+    @property
+    def image_reader(self) -> Any:
+        """Reads images as training does: all sources read them alike; None: there are none."""
+        readers = (getattr(source, "image_reader", None) for source in self.sources.values())
+        return next((reader for reader in readers if reader is not None), None)
+
+    def question_images(self, num_samples: int) -> list[Tensor]:
+        """Return the images of each of `questions`, [N, C, S, S] float32, where any source has images."""
+        shape = next(shape for part in self.train().parts.values() if (shape := getattr(part, "image_shape", None)))
+        found: list[Tensor] = []
+        for source, each in self._share(num_samples):
+            has_images = getattr(source.train(), "image_shape", None) is not None
+            none = [torch.zeros(0, *shape) for _ in (() if has_images else source.questions(each))]
+            found += source.question_images(each) if has_images else none
         return found[:num_samples]
 
     def question_rows(self, num_samples: int) -> list[Mapping[str, Any]]:

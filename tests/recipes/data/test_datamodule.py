@@ -11,6 +11,7 @@ import pytest
 import torch
 from streams import open_stream
 from support import MaskedTokens, RaggedTokens
+from vision_language_cases import Illustrated
 
 from recipes.build import build
 from recipes.config import compose_and_check
@@ -253,6 +254,21 @@ def test_tokens_of_a_step_are_those_of_its_samples_whatever_the_split(micro_batc
             lengths = source.lengths[data._order(source).indices(np.arange(first, first + 8))]
             assert sum(batch["num_tokens"] for batch in window) == lengths.sum()
             assert sum(batch["num_token_pairs"] for batch in window) == (lengths**2).sum()
+
+
+def test_images_of_a_step_are_those_of_the_samples_of_all_ranks() -> None:
+    source = Illustrated(num_samples=37, seq_len=32)
+    counted = []
+    for rank in range(2):
+        data, _ = stream(micro_batch_size=2, accumulate=2, world_size=2, rank=rank)
+        data.source = source
+        batches = iter(data.train_dataloader())
+        of_rank = [next(batches) for _ in range(8)]  # four steps
+        samples = data._order(source).indices(np.arange(32))
+        assert sum(batch["num_read_images"] for batch in of_rank) == source.count_images(samples).sum()
+        counted.append([batch["num_read_images"] for batch in of_rank])
+        assert any(batch["num_images"].sum() != batch["num_read_images"] for batch in of_rank), "those of all ranks"
+    assert counted[0] == counted[1]
 
 
 @pytest.mark.parametrize(

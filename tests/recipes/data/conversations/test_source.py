@@ -46,6 +46,10 @@ def source_of(folder: Path, rows: list[dict[str, Any]] | None = None, **settings
         "tokenizer": Bytes(),
         "seq_len": 32,
         "cache_dir": str(folder / "cache"),
+        "image_folder": None,
+        "image_token_id": None,
+        "image_seq_length": None,
+        "transform": None,
     } | settings
     source = Conversations(**settings)
     source.prepare()
@@ -181,6 +185,9 @@ def test_any_number_of_processes_writes_the_same_bytes(tmp_path: Path) -> None:
         "tokens.bin",
         "marks.bin",
         "notes.bin",
+        "images.bin",
+        "image_starts.npy",
+        "image_records.npy",
         "note_starts.npy",
         "values.npy",
         "starts.npy",

@@ -57,6 +57,10 @@ def question_source(folder: Path, *, packing: bool = True) -> Conversations:
         tokenizer=Bytes(),
         seq_len=SEQ_LEN,
         cache_dir=str(folder / "cache"),
+        image_folder=None,
+        image_token_id=None,
+        image_seq_length=None,
+        transform=None,
     )
 
 
