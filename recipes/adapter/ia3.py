@@ -13,6 +13,7 @@ class IA3:
     Args:
         target_modules: Name suffixes within a block; `all`: every linear layer in blocks.
         feedforward_modules: Target modules whose inputs are scaled instead of their outputs.
+        modules_to_save: Ends of the names of modules that are trained in full beside the adapter, and saved with it.
         pretrained: peft folder with initial adapter weights; None: factors start at 1.
     """
 
@@ -21,10 +22,12 @@ class IA3:
         *,
         target_modules: Annotated[list[str], ">= 1"] | Literal["all"],
         feedforward_modules: list[str],
+        modules_to_save: list[str],
         pretrained: str | None = None,
     ) -> None:
         self.target_modules = target_modules
         self.feedforward_modules = feedforward_modules
+        self.modules_to_save = modules_to_save
         self.pretrained = pretrained
 
     def apply(self, model: nn.Module) -> None:
@@ -42,4 +45,4 @@ class IA3:
         has_conv1d = any(type(module).__name__ == "Conv1D" for module in model.modules())
         both = sorted({*names, *inputs})
         config = IA3Config(target_modules=both, feedforward_modules=inputs, fan_in_fan_out=has_conv1d)
-        inject(model, config, pretrained=self.pretrained)
+        inject(model, config, pretrained=self.pretrained, modules_to_save=self.modules_to_save)

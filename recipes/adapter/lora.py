@@ -20,6 +20,7 @@ class Lora:
         target_modules: Name suffixes within a block; `all`: every linear layer in blocks.
         use_rslora: Use rsLoRA scaling (arXiv 2312.03732), for ranks of 64 or more.
         use_dora: Learn the norm of each row separately from its direction (arXiv 2402.09353).
+        modules_to_save: Ends of the names of modules that are trained in full beside the adapter, and saved with it.
         pretrained: peft folder with initial adapter weights; None: B starts at zero.
         quantization: Storage of the frozen weights of linear layers in the blocks: `nf4`, in 4 bits (QLoRA, arXiv
             2305.14314); None: in the dtype of the run.
@@ -34,6 +35,7 @@ class Lora:
         target_modules: Annotated[list[str], ">= 1"] | Literal["all"],
         use_rslora: bool,
         use_dora: bool,
+        modules_to_save: list[str],
         pretrained: str | None = None,
         quantization: Literal["nf4"] | None = None,
     ) -> None:
@@ -43,6 +45,7 @@ class Lora:
         self.target_modules = target_modules
         self.use_rslora = use_rslora
         self.use_dora = use_dora
+        self.modules_to_save = modules_to_save
         self.pretrained = pretrained
         self.quantization = quantization
 
@@ -70,6 +73,7 @@ class Lora:
                 fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
             ),
             pretrained=self.pretrained,
+            modules_to_save=self.modules_to_save,
         )
         if self.quantization == "nf4":
             hold_in_nf4(model)

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from recipes.blocks import list_blocks
+from recipes.blocks import list_adapted_blocks
 from recipes.errors import ConfigError, type_extra
 from recipes.numerics.linear import Linear
 from recipes.numerics.nf4 import BLOCK, NF4Linear, dequantize, list_nf4, num_bytes
 
 
 def hold_in_nf4(model: nn.Module) -> None:
-    """Convert the frozen linear layers in the blocks to NF4 in place, with undefined values.
+    """Convert the frozen linear layers in the blocks that are adapted to NF4 in place, with undefined values.
 
     Embeddings, norms and the head are unchanged. So are layers whose number of inputs is not a multiple of 64, and the
     `Conv1D` layers of GPT-2 in transformers, whose weights are transposed.
@@ -26,7 +26,7 @@ def hold_in_nf4(model: nn.Module) -> None:
     """
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError("adapter.quantization=nf4", "torchao is not installed", type_extra("fp8"))
-    layers = [layer for block in list_blocks(model) for layer in _find_layers(block)]
+    layers = [layer for block in list_adapted_blocks(model) for layer in _find_layers(block)]
     if not layers:
         reason = f"{type(model).__name__} has no linear layer whose inputs divide into blocks of {BLOCK}"
         raise ConfigError("adapter.quantization=nf4", reason, "adapter=lora")

@@ -30,7 +30,7 @@ from recipes.model.projection import init_projection, without_projection
 from recipes.model.score import init_heads
 from recipes.model.weights import load_published
 from recipes.model.weights.adapter import has_adapter
-from recipes.model.weights.files import hash_weights
+from recipes.model.weights.files import hash_parts, list_places
 from recipes.numerics.nf4 import is_nf4
 from recipes.parallel.placement import find_box, local
 
@@ -135,7 +135,9 @@ class FrozenBase:
             self._run.prepare(model, ranks)
             digest = self._run.hash
         elif record.hash is not None:
-            digest = ranks.broadcast(hash_weights(record.name) if ranks.is_first else None)
+            # a model that was put together knows its parts, of which the record has the hash alone
+            places = (record.name,) if len(list_places(model)) < 2 else list_places(model)
+            digest = ranks.broadcast(hash_parts(places) if ranks.is_first else None)
         if digest != record.hash:
             raise ConfigError(
                 self._setting,
@@ -150,7 +152,7 @@ class FrozenBase:
         elif self.record.hash is None:
             as_model(model).init_weights(int(self.record.name))
         else:
-            load_published(model, self.record.name)
+            load_published(model, self.record.name, seed=seed)
 
     def load_adapter(self, model: nn.Module) -> bool:
         """Return False: these are the weights beside an adapter."""

@@ -30,12 +30,13 @@ LORA: dict[str, Any] = {
     "target_modules": "all",
     "use_rslora": False,
     "use_dora": False,
+    "modules_to_save": [],
 }
 ADAPTERS: dict[str, Any] = {
     "lora": lambda: Lora(**LORA),
     "rslora": lambda: Lora(**LORA | {"use_rslora": True}),
     "dora": lambda: Lora(**LORA | {"use_dora": True}),
-    "ia3": lambda: IA3(target_modules="all", feedforward_modules=["down_proj"]),
+    "ia3": lambda: IA3(target_modules="all", feedforward_modules=["down_proj"], modules_to_save=[]),
 }
 
 
@@ -206,7 +207,7 @@ def test_without_an_adapter_everything_is_trained() -> None:
 
 
 def test_factors_are_not_decayed_towards_zero_where_they_switch_off_what_they_multiply(folder: str) -> None:
-    model = adapted(folder, IA3(target_modules="all", feedforward_modules=["down_proj"]))
+    model = adapted(folder, IA3(target_modules="all", feedforward_modules=["down_proj"], modules_to_save=[]))
     decay, no_decay = decay_groups(model, weight_decay=0.1)
     assert decay["params"] == []
     assert len(no_decay["params"]) == sum(is_adapter(name) for name, _ in model.named_parameters())
@@ -215,7 +216,7 @@ def test_factors_are_not_decayed_towards_zero_where_they_switch_off_what_they_mu
 
 
 def test_muon_finds_no_matrix_among_factors(folder: str) -> None:
-    model = adapted(folder, IA3(target_modules="all", feedforward_modules=[]))
+    model = adapted(folder, IA3(target_modules="all", feedforward_modules=[], modules_to_save=[]))
     options = {"lr": 0.1, "adamw_lr": None, "momentum": 0.9, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     with pytest.raises(ConfigError, match="HuggingFace has no trained matrix in its `blocks`; type optimizer=adamw"):
         Muon(model, **options)

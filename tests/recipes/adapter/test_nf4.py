@@ -50,6 +50,7 @@ LORA: dict[str, Any] = {
     "target_modules": "all",
     "use_rslora": False,
     "use_dora": False,
+    "modules_to_save": [],
 }
 SIZE = {"vocab_size": 64, "max_seq_len": 32, "num_layers": 2, "num_heads": 4, "hidden_size": 64}
 
