@@ -1,8 +1,9 @@
 """Continue prompts in batches: the loop over new tokens.
 
-Shapes: B rows in the batch, V vocabulary with padding.
+Shapes: B rows in the batch, V vocabulary with padding, N images of a prompt of C channels and S pixels a side.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from recipes.errors import ConfigError
 from recipes.generation.sampling import NO_TOKEN, Sampling, make_stream
-from recipes.generation.window import Window
+from recipes.generation.window import Window, takes_images
 from recipes.model import LanguageModel
 
 log = logging.getLogger("lightning_recipes")
@@ -50,6 +51,7 @@ def generate(
     sampling: Sampling,
     seeds: Sequence[int],
     num_samples: int = 1,
+    images: Sequence[Tensor] | None = None,
     ends: Collection[int] = (),
     is_complete: Callable[[list[int]], bool] | None = None,
     slides: bool = False,
@@ -67,6 +69,8 @@ def generate(
         seeds: Sampling seeds, one per row; the same seed gives the same tokens on the same kind of device, whatever
             else is in the batch.
         num_samples: Rows per prompt, which share its prefill; row i continues prompt i // num_samples.
+        images: [N, C, S, S] of each prompt, which has the tokens of as many; read once, with a cache. No token of an
+            image is generated. None: no prompt has one.
         ends: Stop tokens.
         is_complete: Called with the tokens of a row after each one; returns whether the row is complete.
         slides: Whether a row goes on beyond `max_seq_len` with the newest half of its window. Otherwise prompt and
@@ -86,6 +90,8 @@ def generate(
         ConfigError: A prompt is empty, or longer than the model's window, which does not slide.
     """
     assert len(seeds) == len(prompts) * num_samples, f"{len(seeds)} seeds for {len(prompts)} x {num_samples} rows"
+    assert images is None or (takes_images(model) and len(images) == len(prompts)), "images of each prompt of its model"
+    assert not (slides and images is not None), "a window that slides forgets its images"
     assert not (slides and all_ended), "windows that slide run other numbers of forward passes on other ranks"
     _check(prompts, model.max_seq_len, num_tokens=num_tokens, slides=slides)
     if slides:
@@ -102,6 +108,7 @@ def generate(
                 num_tokens=num_tokens,
                 slides=slides,
                 use_cache=use_cache,
+                images=None if images is None else [images[index] for index in chosen],
                 ends=ends,
                 is_complete=is_complete,
             )
@@ -120,6 +127,7 @@ class _Batch:
         num_tokens: As for `generate`.
         slides: As for `generate`.
         use_cache: As for `generate`.
+        images: As for `generate`.
         ends: As for `generate`.
         is_complete: As for `generate`.
     """
@@ -134,6 +142,7 @@ class _Batch:
         num_tokens: int,
         slides: bool,
         use_cache: bool,
+        images: list[Tensor] | None,
         ends: Collection[int],
         is_complete: Callable[[list[int]], bool] | None,
     ) -> None:
@@ -146,10 +155,12 @@ class _Batch:
         self._rooms = [rooms[index] for index in self._repeated]
         self._device = next(iter(model.parameters())).device
         self._stream = make_stream(seeds, num_positions=num_tokens, device=self._device)
-        self._window = Window(model, prompts, num_tokens=num_tokens, slides=slides, use_cache=use_cache)
+        make_window = functools.partial(Window, model, num_tokens=num_tokens, slides=slides, use_cache=use_cache)
+        self._window = make_window(prompts, images=images)
         if num_samples > 1 and not self._window.selects_rows:  # read the prompt once for each sample
             prompts = [prompts[index] for index in self._repeated]
-            self._window = Window(model, prompts, num_tokens=num_tokens, slides=slides, use_cache=use_cache)
+            images = None if images is None else [images[index] for index in self._repeated]
+            self._window = make_window(prompts, images=images)
             self._repeated = list(range(len(prompts)))
 
     def run(

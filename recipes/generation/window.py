@@ -1,6 +1,7 @@
 """What a model reads while it generates: with a key-value cache one token per row, without it the whole rows.
 
-Shapes: B rows, P prompts, T tokens of the longest prompt, V vocabulary with padding, M `max_seq_len`.
+Shapes: B rows, P prompts, T tokens of the longest prompt, V vocabulary with padding, M `max_seq_len`, N images of a row
+of C channels and S pixels a side.
 """
 
 import inspect
@@ -26,14 +27,24 @@ class Window:
         num_tokens: Number of tokens that may be read after the prompts.
         slides: Whether a full window slides; otherwise nothing is read after M tokens.
         use_cache: False reads whole rows for every token.
+        images: [N, C, S, S] of each prompt; None: the prompts have none.
     """
 
     def __init__(
-        self, model: LanguageModel, prompts: Sequence[Sequence[int]], *, num_tokens: int, slides: bool, use_cache: bool
+        self,
+        model: LanguageModel,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_tokens: int,
+        slides: bool,
+        use_cache: bool,
+        images: Sequence[Tensor] | None,
     ) -> None:
         self._model = model
         self._device = next(iter(model.parameters())).device
         self._slides = slides
+        self._never: int | None = model.image_token_id if takes_images(model) else None  # type: ignore[attr-defined]
+        self._images = None if images is None else [each.to(self._device) for each in images]
         self._use_cache = use_cache and takes_cache(model)
         self._lengths = [len(prompt) for prompt in prompts]
         width = max(self._lengths)
@@ -50,7 +61,9 @@ class Window:
 
     def start(self) -> Tensor:
         """Read the prompts and return the logits of the next tokens, [B, V]."""
-        return self._read_held(self._prompts) if self._cache is None else self._run(self._prompts)
+        return (
+            self._read_held(self._prompts) if self._cache is None else self._run(self._prompts, **self._read_images())
+        )
 
     def read(self, tokens: Tensor) -> Tensor:
         """Read one more token of each row, [B], and return the logits of the next ones, [B, V]."""
@@ -80,6 +93,8 @@ class Window:
         self._lengths = [self._lengths[row] for row in rows]
         if self._held is not None:
             self._held = self._held[torch.tensor(rows, device=self._device)]
+        if self._images is not None:
+            self._images = [self._images[row] for row in rows]
         if self._cache is not None:
             self._cache.keep(rows)
 
@@ -87,19 +102,33 @@ class Window:
         """Take part in a forward pass of the other ranks, without a row of one's own."""
         tokens = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         if self._use_cache:
-            self._model(tokens, cache=make_cache(self._model, capacity=1, padding=None))
+            cache = make_cache(self._model, capacity=1, padding=None)
+            if takes_images(self._model):
+                cache.has_prompt = True  # the other ranks have read their images, and do not run the tower either
+            self._model(tokens, cache=cache)
         else:
             self._model(tokens)
 
-    def _run(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self._model(tokens, cache=self._cache)
-        return logits[:, -1]
+    def _run(self, tokens: Tensor, **images: Tensor) -> Tensor:
+        logits: Tensor = self._model(tokens, cache=self._cache, **images)
+        return self._forbid(logits[:, -1])
 
     def _read_held(self, tokens: Tensor) -> Tensor:
-        logits = self._model(tokens)  # [B, T, V]: tokens after the end of a row change nothing before it
+        # [B, T, V]: tokens after the end of a row change nothing before it
+        logits = self._model(tokens, **self._read_images())
         last = torch.tensor(self._lengths, device=self._device) - 1
-        chosen: Tensor = logits[torch.arange(len(tokens), device=self._device), last]
-        return chosen
+        return self._forbid(logits[torch.arange(len(tokens), device=self._device), last])
+
+    def _forbid(self, logits: Tensor) -> Tensor:
+        """Return logits [B, V] with which no token of an image is generated: there would be no image for it."""
+        if self._never is not None:
+            logits[:, self._never] = float("-inf")
+        return logits
+
+    def _read_images(self) -> dict[str, Tensor]:
+        """Return the images of all rows as an argument of the model, [B N, C, S, S]; none where there is none."""
+        images = None if self._images is None else torch.cat(self._images)
+        return {} if images is None or not len(images) else {"images": images}
 
     def _padding(self) -> Tensor | None:
         """Return the number of padding tokens at the end of each prompt, [B]; None: they are of one length."""
@@ -111,6 +140,11 @@ class Window:
 def takes_cache(model: LanguageModel) -> bool:
     """Return whether a model can read one token at a time."""
     return "cache" in inspect.signature(model.forward).parameters
+
+
+def takes_images(model: LanguageModel) -> bool:
+    """Return whether a model reads images among tokens."""
+    return "images" in inspect.signature(model.forward).parameters
 
 
 def make_cache(model: LanguageModel, *, capacity: int, padding: Tensor | None) -> Any:

@@ -8,9 +8,11 @@ from recipes.build import Run
 from recipes.config.traits import declare_mode
 from recipes.data.conversations.chat_template import prompt_for_answer
 from recipes.data.conversations.conversation import Message
+from recipes.data.conversations.image_prompt import find_image_prompts
 from recipes.errors import ConfigError, escape_controls
 from recipes.generation import Sampling
 from recipes.mode.load import load_task, load_tokenizer
+from recipes.mode.sample import list_images
 from recipes.runtime import status
 from recipes.runtime.console import LOGGER
 from recipes.task.language_modeling import LanguageModeling
@@ -26,6 +28,7 @@ def chat(
     run: Run,
     *,
     system: str | None,
+    image: str | list[str] | None,
     max_new_tokens: Annotated[int, ">= 1"],
     temperature: Annotated[float, ">= 0, <= 1000"],
     top_k: Annotated[int, ">= 1"] | None,
@@ -39,6 +42,7 @@ def chat(
     Args:
         run: A run with a checkpoint of a language model that was trained on conversations.
         system: Text of a system message before the first turn; None: none.
+        image: File of an image, or several, which the first message of every conversation is about; None: none.
         max_new_tokens: Maximum number of tokens of an answer, which ends earlier at the end of a turn.
         temperature: 0 always picks the most likely token; 1 samples from the model's distribution.
         top_k: Sample only from the k most likely tokens; None samples from all.
@@ -51,8 +55,8 @@ def chat(
         The exit code, 0.
 
     Raises:
-        ConfigError: There is no checkpoint, no average in it, the run was not trained on conversations, or its chat
-            template has no system message.
+        ConfigError: There is no checkpoint, no average in it, the run was not trained on conversations, its chat
+            template has no system message, or an image cannot be read.
     """
     task, _ = load_task(run, weights)
     assert isinstance(task, LanguageModeling), "the config check admits only language models"
@@ -63,25 +67,48 @@ def chat(
         raise ConfigError(f"mode=chat resume={run.folder}", reason, fix)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-    prompt_for_answer([*first, {"role": "user", "content": "?"}], tokenizer)  # a template may reject it: say so now
+    files, images = list_images(image), None
+    prompts = find_image_prompts(run.data.source, tokenizer, typed="mode=chat") if task.reads_images else None
+    if prompts is not None and files:
+        images = prompts.read(files, setting="mode.image")
+
+    def ask(conversation: Sequence[Message]) -> list[int]:
+        return prompt_for_answer(conversation, tokenizer)[0] if prompts is None else prompts.ask(conversation)
+
+    def say(message: str) -> Message:
+        is_first = len(conversation) == len(first)
+        content = message if prompts is None or not is_first else prompts.place_before(message, len(files))
+        return {"role": "user", "content": content}
+
+    conversation, num_answers = [*first], 0
+    ask([*first, say("?")])  # a template may reject it: say so now
     status.end()
     LOGGER.info(_HELP)
-    conversation, num_answers = [*first], 0
     while (message := _read_message()) is not None:
         if message == _NEW:
             conversation = [*first]
             continue
         if not message:
             continue
-        conversation.append({"role": "user", "content": message})
-        prompt, _ = prompt_for_answer(conversation, tokenizer)
+        conversation.append(say(message))
+        prompt = ask(conversation)
         window = int(task.model.max_seq_len)  # type: ignore[arg-type]  # of a language model
+        if len(prompt) > window and images is not None:
+            shown = f"the conversation has {len(prompt):,} tokens, and the model reads {window:,}, images among them"
+            LOGGER.info(f"({shown}: {_NEW} starts another one)")
+            conversation.pop()
+            continue
         if len(prompt) > window:
             LOGGER.info(f"(the conversation has {len(prompt):,} tokens, and the model reads the last of {window:,})")
         answer = _Answer(prompt, tokenizer)
         try:
             task.generate_texts(
-                prompt, max_new_tokens, sampling=sampling, seeds=[seed + num_answers], on_tokens=answer.show
+                prompt,
+                max_new_tokens,
+                sampling=sampling,
+                seeds=[seed + num_answers],
+                images=images,
+                on_tokens=answer.show,
             )
         except KeyboardInterrupt:
             answer.write(" …")

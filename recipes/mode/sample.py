@@ -1,10 +1,14 @@
 """Generate text from a checkpoint. One forward pass per token, with a key-value cache."""
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
+
+from torch import Tensor
 
 from recipes.build import Run
 from recipes.config.traits import declare_mode
 from recipes.data.conversations.chat_template import prompt_for_answer
+from recipes.data.conversations.image_prompt import find_image_prompts
 from recipes.errors import ConfigError
 from recipes.generation import Sampling
 from recipes.mode.load import load_task, load_tokenizer
@@ -19,6 +23,7 @@ def sample(
     run: Run,
     *,
     prompt: str,
+    image: str | list[str] | None,
     apply_chat_template: bool,
     max_new_tokens: Annotated[int, ">= 1"],
     num_samples: Annotated[int, ">= 1"],
@@ -36,6 +41,7 @@ def sample(
         run: A run with a checkpoint of a language model.
         prompt: Text to continue, read as transformers reads it: after the tokens that the tokenizer puts before every
             text, with its special tokens recognized.
+        image: File of an image, or several, which are where the prompt says `<image>`, or before it; None: none.
         apply_chat_template: Format the prompt as a user message, with the chat template that the run was trained with.
         max_new_tokens: Maximum number of tokens to generate; generation stops earlier at the end of a text or turn.
         num_samples: Number of texts; text i is sampled with `seed + i`.
@@ -51,12 +57,14 @@ def sample(
         The exit code, 0.
 
     Raises:
-        ConfigError: There is no checkpoint, no average in it, or the run's data was not text.
+        ConfigError: There is no checkpoint, no average in it, the run's data was not text, or an image cannot be read.
     """
     task, _ = load_task(run, weights)
     assert isinstance(task, LanguageModeling), "the config check admits only language models"
     task.tokenizer = tokenizer = load_tokenizer(run, "mode=sample")
-    given = _ask(prompt, tokenizer) if apply_chat_template else prompt
+    if apply_chat_template:
+        require_template(tokenizer)
+    given, images = _read_prompt(run, task, prompt, list_images(image), is_message=apply_chat_template)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     seeds = range(seed, seed + num_samples)
     status.say("reading the prompt")
@@ -65,6 +73,7 @@ def sample(
         max_new_tokens,
         sampling=sampling,
         seeds=seeds,
+        images=images,
         stop=stop,
         on_tokens=lambda tokens: status.say(f"token {len(tokens):,} of at most {max_new_tokens:,}"),
     )
@@ -75,7 +84,30 @@ def sample(
     return 0
 
 
-def _ask(message: str, tokenizer: Tokenizer) -> list[int]:
+def _read_prompt(
+    run: Run, task: LanguageModeling, prompt: str, files: Sequence[str], *, is_message: bool
+) -> tuple[str | list[int], Tensor | None]:
+    """Return a prompt as text or tokens, and its images, [N, C, S, S]; None for none."""
+    assert task.tokenizer is not None, "it was loaded"
+    if not task.reads_images:
+        return (prompt_for_answer(prompt, task.tokenizer)[0] if is_message else prompt), None
+    prompts = find_image_prompts(run.data.source, task.tokenizer, typed="mode=sample")
+    marked = prompts.place(prompt, len(files))
+    images = prompts.read(files, setting="mode.image") if files else None
+    return (prompts.ask([{"role": "user", "content": marked}]) if is_message else prompts.start(marked)), images
+
+
+def list_images(image: str | list[str] | None) -> list[str]:
+    """Return the files of `mode.image`."""
+    return [image] if isinstance(image, str) else [*(image or ())]
+
+
+def require_template(tokenizer: Tokenizer) -> None:
+    """Check that a tokenizer has a chat template.
+
+    Raises:
+        ConfigError: It has none.
+    """
     if tokenizer.chat_template is None:
         reason = "the run was not trained on conversations and has no template for them"
         raise ConfigError(
@@ -83,5 +115,3 @@ def _ask(message: str, tokenizer: Tokenizer) -> list[int]:
             reason,
             "mode.apply_chat_template=false, and a prompt in the format of the training data",
         )
-    tokens, _ = prompt_for_answer(message, tokenizer)
-    return tokens

@@ -32,6 +32,7 @@ from recipes.mode.export.record import (
     describe_outputs,
     describe_preprocessing,
     find_example,
+    find_pixels,
     format_record,
     make_example,
 )
@@ -45,7 +46,7 @@ from recipes.model.weights.dtypes import DTYPES, convert_parameters, find_dtype
 from recipes.model.weights.files import published_folder
 from recipes.model.weights.hf_reward import check_classifier, choose_padding, export_reward_model
 from recipes.model.weights.huggingface import export_pretrained, why_no_format
-from recipes.model.weights.peft_folder import is_beside_base, save_adapter
+from recipes.model.weights.peft_folder import list_saved, save_adapter
 from recipes.model.weights.text_side import (
     EXPORT_FILES,
     list_further_files,
@@ -220,7 +221,7 @@ def _convert(run: Run, task: TrainingTask, model: nn.Module, layout: str, *, ada
                 "The adapter was trained on NF4-quantized weights, and matches training only on top of the NF4 base"
             )
         if wanted is not None:
-            convert_parameters(model, wanted, setting=setting, only=is_beside_base)
+            convert_parameters(model, wanted, setting=setting, only=list_saved(model).__contains__)
         return
     if layout == "onnx":
         wanted = torch.float32
@@ -248,7 +249,10 @@ def _write(run: Run, model: Any, folder: Path, layout: str, example: Tensor | No
     tokenizer_folder = run.tokenizer_folder if run.tokenizer_folder.is_dir() else None
     status.say(f"writing {folder}, and reading it back")
     if layout == "transformers":
-        export_pretrained(model, folder, tokenizer_folder=tokenizer_folder, published=run.published)
+        pixels = find_pixels(run)
+        if getattr(model, "reads_images", False) and pixels is None:
+            LOGGER.info("No processor is exported: the data of the run does not say what is made of an image")
+        export_pretrained(model, folder, tokenizer_folder=tokenizer_folder, published=run.published, pixels=pixels)
         return _READ_BACK, {}
     if layout == REWARD_MODEL:
         export_reward_model(model, folder, tokenizer_folder=tokenizer_folder, published=run.published)
@@ -312,7 +316,8 @@ def _describe_content(run: Run, model: Any, folder: Path, layout: str, example: 
 
 def _list_parameters(model: nn.Module, layout: str) -> list[nn.Parameter]:
     """Return the parameters that are exported."""
-    return [value for name, value in model.named_parameters() if layout not in _OF_PEFT or is_beside_base(name)]
+    saved = list_saved(model) if layout in _OF_PEFT else None
+    return [value for name, value in model.named_parameters() if saved is None or name in saved]
 
 
 def _write_card(folder: Path, card: str, earlier: object) -> object:

@@ -18,6 +18,7 @@ from recipes.build import Run
 from recipes.config.check.origin import check_origin
 from recipes.config.instantiate import PARTIAL, TARGET, make
 from recipes.config.signature import find_signature
+from recipes.config.traits import WEIGHT_KEYS
 from recipes.errors import ConfigError, ConfigErrors
 from recipes.foreign_file import reading
 from recipes.model.score import has_score
@@ -26,6 +27,7 @@ from recipes.run_folder import EXPORT_RECORD, read_json
 from recipes.runtime.console import LOGGER
 from recipes.tokenizer import TOKENIZER_FILE, Tokenizer, read_folder
 from recipes.transform.images import ImageTransform
+from recipes.transform.published import Pixels
 
 NUM_EXAMPLES = 3  # samples in the example, one more than a traced batch has
 _NUM_TOKENS = 8  # in a row of the example
@@ -43,7 +45,7 @@ _LOADED_BY = {
 
 def describe_model(node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the node of a model without where it came from: the weights are here, and the paths of this machine."""
-    places = ("pretrained", "image_pretrained", *(("name",) if _is_built_by_name(node) else ()))
+    places = (*WEIGHT_KEYS, *(("name", "vision", "language") if _is_built_by_name(node) else ()))
     return {key: None if key in places else value for key, value in node.items()}
 
 
@@ -99,12 +101,21 @@ def describe_inputs(run: Run, model: Any, example: Tensor | None) -> dict[str, A
     """Return what the model takes: kind, shape and dtype of a sample, and how the data has transformed it."""
     kind = getattr(model, "input_kind", None)
     if kind == "tokens":
-        return {"kind": kind, "shape": ["tokens"], "dtype": "int64", "max_seq_len": model.max_seq_len}
+        described: dict[str, Any] = {
+            "kind": kind,
+            "shape": ["tokens"],
+            "dtype": "int64",
+            "max_seq_len": model.max_seq_len,
+        }
+        if (reader := getattr(run.data.source, "image_reader", None)) is None:
+            return described
+        images = {"shape": [*reader.shape], "tokens": reader.tokens.length, "token": reader.tokens.id}
+        return described | {"images": images | {"transform": reader.transform.describe_eval()}}
     of_captions = {} if kind != "images_and_text" else {"max_seq_len": model.max_seq_len}
     if example is None:
         return {"kind": kind} | of_captions
     dtype = str(example.dtype).removeprefix("torch.")
-    described: dict[str, Any] = {"kind": kind} | of_captions | {"shape": [*example.shape[1:]], "dtype": dtype}
+    described = {"kind": kind} | of_captions | {"shape": [*example.shape[1:]], "dtype": dtype}
     transform = getattr(run.data.source, "transform", None)
     if isinstance(transform, ImageTransform):
         return described | {"transform": transform.describe_eval()}
@@ -125,6 +136,12 @@ def describe_preprocessing(run: Run, model: Any) -> dict[str, Any]:
         "crop_pct": pixels.eval_crop,
         "crop_mode": pixels.crop_mode,
     }
+
+
+def find_pixels(run: Run) -> Pixels | None:
+    """Return what an image among tokens was made into; None where the data reads none."""
+    reader = getattr(run.data.source, "image_reader", None)
+    return None if reader is None else reader.transform.pixels
 
 
 def describe_outputs(run: Run, model: Any, example: Tensor | None) -> dict[str, Any]:

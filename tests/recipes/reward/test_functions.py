@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 
+from recipes.errors import ConfigError
 from recipes.reward.exact_match import ExactMatch
 from recipes.reward.format import Format
 from recipes.reward.length import Length
 from recipes.reward.numeric import Numeric, read_number
 from recipes.reward.regex import Regex
+from recipes.reward.vqa_accuracy import VQAAccuracy, normalize
 
 
 def score(reward: Any, completion: str, reference: str = "") -> float:
@@ -111,3 +113,58 @@ def test_a_length_falls_from_its_target_to_its_limit(unit: Any, text: str) -> No
 def test_settings_that_cannot_work_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (" The Cat.\n", "cat"),
+        ("Two dogs, a cat!", "2 dogs cat"),
+        ("none", "0"),
+        ("eleven", "eleven"),
+        ("1,234.50 km", "1234.50 km"),
+        ("U.S.A.", "usa"),
+        ("2:50 p.m.", "2:50 pm"),
+        ("red/blue", "red blue"),
+        ("T-shirt", "t shirt"),
+        ("dont", "don't"),
+        ("Its the girl\u2019s", "its girl's"),
+        ("whos there", "who's there"),
+        ("5%", "5%"),
+        ("", ""),
+    ],
+)
+def test_an_answer_is_normalized_as_the_vqa_challenge_describes_it(text: str, expected: str) -> None:
+    assert normalize(text) == expected
+
+
+# of ten answers, each is left out once: (1 * 0 + 9 * 1/3) / 10, (2 * 1/3 + 8 * 2/3) / 10, (3 * 2/3 + 7 * 1) / 10
+@pytest.mark.parametrize(
+    ("num_equal", "num_answers", "expected"),
+    [
+        *((0, 10, 0.0), (1, 10, 0.3), (2, 10, 0.6), (3, 10, 0.9), (4, 10, 1.0), (10, 10, 1.0)),
+        *((1, 5, 1 / 3), (2, 5, 2 / 3), (3, 5, 1.0), (5, 5, 1.0), (3, 3, 1.0)),
+        *((1, 2, 0.5), (2, 2, 1.0), (1, 1, 1.0), (0, 1, 0.0)),
+    ],
+)
+def test_vqa_accuracy_by_the_number_of_people_who_gave_an_answer(
+    num_equal: int, num_answers: int, expected: float
+) -> None:
+    reward = VQAAccuracy(weight=1.0, answer_regex=None)
+    texts = [*["The dog."] * num_equal, *[f"cat {number}" for number in range(num_answers - num_equal)]]
+    for answers in (texts, [{"answer": text, "answer_id": number} for number, text in enumerate(texts)]):
+        [found] = reward(prompts=["?"], completions=[" dog"], references=["cat 0"], rows=[{"answers": answers}])
+        assert found == pytest.approx(expected, abs=1e-15)
+
+
+def test_without_answers_of_people_the_expected_one_is_the_only_one() -> None:
+    assert score(VQAAccuracy(weight=1.0, answer_regex=None), "two", "2") == 1.0
+    by_pattern = VQAAccuracy(weight=1.0, answer_regex="Answer: (.*)")
+    assert score(by_pattern, "so\nAnswer: a dog", "Answer: dog") == 1.0
+    assert score(by_pattern, "dog", "dog") == 0.0
+
+
+def test_answers_that_are_no_texts_are_a_mistake_of_the_data() -> None:
+    reward = VQAAccuracy(weight=1.0, answer_regex=None)
+    with pytest.raises(ConfigError, match="the field answers of a row holds int, where it compares with texts"):
+        reward(prompts=["?"], completions=["1"], references=["1"], rows=[{"answers": [1]}])
