@@ -1,4 +1,4 @@
-"""User-provided assumptions about the hardware of a planned run: `plan.…=`."""
+"""User-provided assumptions about the hardware and the data of a planned run: `plan.…=`."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -15,6 +15,7 @@ class Assumptions:
         memory_gib: Memory of a device; None uses the table.
         expect_mfu: Model FLOPs utilization by PaLM's definition; None estimates it from the operators.
         dollars_per_hour: Price of one device; None omits prices.
+        images_per_row: Images among the tokens of a row, of a model that reads them there.
         search: Plan the fastest mesh, micro-batch and recomputation that fit, instead of the config's.
     """
 
@@ -23,4 +24,5 @@ class Assumptions:
     memory_gib: Annotated[float, "> 0"] | None
     expect_mfu: Annotated[float, "> 0, <= 1"] | None
     dollars_per_hour: Annotated[float, "> 0"] | None
+    images_per_row: Annotated[int, ">= 1"]
     search: bool

@@ -68,7 +68,13 @@ def timeline(ops: Iterable[Op]) -> Iterator[Moment]:
 
 
 def with_zero(
-    moments: Iterable[Moment], zero: Zero, *, num_parameters: int, num_trained: int, accumulates: bool
+    moments: Iterable[Moment],
+    zero: Zero,
+    *,
+    num_parameters: int,
+    num_trained: int,
+    num_forward_only: int,
+    accumulates: bool,
 ) -> Iterator[Moment]:
     """Yield the memory timeline of a step under ZeRO, given the timeline of one device without an optimizer step.
 
@@ -79,12 +85,13 @@ def with_zero(
         zero: Stage and ranks.
         num_parameters: Parameters of the unsharded model.
         num_trained: Those that are trained, and have a master copy, gradients and optimizer state.
+        num_forward_only: Those of frozen blocks without a backward pass, which stage 3 does not keep for one.
         accumulates: Whether gradients of earlier micro-batches already exist.
     """
     share, trained_share = (-(-number // zero.num_ranks) for number in (num_parameters, num_trained))
     weight_bytes = 2 if zero.is_half else _FLOAT32
     bucket = zero.bucket * weight_bytes * zero.num_buckets
-    gathered, gathered_ahead = min(num_parameters, _MAX_LIVE), min(num_parameters, _PREFETCH)
+    gathered, gathered_ahead = min(num_parameters - num_forward_only, _MAX_LIVE), min(num_parameters, _PREFETCH)
     optimizer = buffers = 0
     has_gradient = False
     static: dict[str, int] = {}

@@ -185,7 +185,9 @@ def make_plan(resolved: ResolvedRun, cluster: Cluster, *, rates: Rates | Operato
 
 def _count_flops(recorded: Recorded) -> Flops | None:
     """Return the FLOPs of a sample, of all its rows; None if the model does not count them."""
-    of_row = flops_per_sample(recorded.model, recorded.shape, frozen=recorded.forward_only)
+    of_row = flops_per_sample(
+        recorded.model, recorded.shape, frozen=recorded.forward_only, num_images=recorded.images_per_row
+    )
     number = recorded.rows_per_sample
     return None if of_row is None else Flops(palm=number * of_row.palm, causal=number * of_row.causal)
 
@@ -237,6 +239,7 @@ def _find_moments(recorded: Recorded, stages: Stages | None) -> list[Moment]:
                 engine.zero,
                 num_parameters=num_parameters,
                 num_trained=recorded.num_trained,
+                num_forward_only=recorded.num_forward_only,
                 accumulates=step.accumulates,
             )
         )

@@ -16,6 +16,7 @@ from recipes.data import prepare_with
 from recipes.errors import ConfigError
 from recipes.loss import Loss, divide, sum_by_count
 from recipes.mesh import Mesh
+from recipes.model.flops import flops_per_weight
 from recipes.numerics.accumulation import Accumulation
 from recipes.plan.activations import keep_budget
 from recipes.plan.hardware import Cluster
@@ -200,13 +201,23 @@ def _make_batch(resolved: ResolvedRun, loss: Loss, size: int, shape: tuple[int, 
         targets = torch.zeros(size, dtype=torch.int64)  # [B]
         if resolved.target_kind != "classes":
             targets = torch.zeros(size, resolved.model.num_classes or 1)  # [B, V]
-    captions: Batch = {}
+    further: Batch = {}
     if resolved.task.input_kind == "images_and_text":
         tokens = torch.zeros(size, resolved.seq_len or 1, dtype=torch.int64)  # [B, T]
-        captions = {"tokens": tokens, "is_token": torch.ones_like(tokens, dtype=torch.bool)}
+        further = {"tokens": tokens, "is_token": torch.ones_like(tokens, dtype=torch.bool)}
+    elif resolved.images_per_row:
+        number, channels, side = size * resolved.images_per_row, *_find_image_shape(resolved)
+        images = torch.zeros(number, channels, side, side, dtype=precision.param_dtype)  # [N, C, S, S]
+        further = {"images": images, "num_images": torch.full((size,), resolved.images_per_row)}
     return loss.complete(
-        {"inputs": inputs, "targets": targets, **captions, **dict.fromkeys(loss.count_names, targets.numel())}
+        {"inputs": inputs, "targets": targets, **further, **dict.fromkeys(loss.count_names, targets.numel())}
     )
+
+
+def _find_image_shape(resolved: ResolvedRun) -> tuple[int, int]:
+    """Return the channels of an image that the model reads, and its pixels a side."""
+    settings = resolved.config["model"]
+    return int(settings["in_channels"]), int(settings["image_size"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +228,7 @@ class Recorded:
         model: Unsharded, on the meta device.
         forward_only: Models beside it whose forward pass alone is in a step, likewise.
         rows_per_sample: Rows that a sample has in a batch, such as the two answers of a pair.
+        images_per_row: Images among the tokens of a row.
         engine: Behavior of the strategy.
         accumulation: Global batch and micro-batches.
         shape: Shape of one sample.
@@ -229,6 +241,7 @@ class Recorded:
     model: nn.Module
     forward_only: Sequence[nn.Module]
     rows_per_sample: int
+    images_per_row: int
     engine: StrategyEffect
     accumulation: Accumulation
     shape: tuple[int, ...]
@@ -246,6 +259,11 @@ class Recorded:
     def num_trained(self) -> int:
         """Number of those that are trained."""
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    @property
+    def num_forward_only(self) -> int:
+        """Number of those in frozen blocks before everything that is trained, which have no backward pass."""
+        return sum(weight.numel() for weight, flops in flops_per_weight(self.model).items() if flops == 2.0)
 
 
 def record_config(
@@ -277,6 +295,7 @@ def record_config(
         model=model,
         forward_only=step.forward_only(),
         rows_per_sample=num_rows // accumulation.micro_batch_size,
+        images_per_row=resolved.images_per_row,
         engine=engine,
         accumulation=accumulation,
         shape=shape,

@@ -93,7 +93,7 @@ def search_layouts(
         if prepared is None:
             continue
         sharded, recorded, estimator = prepared
-        flops = flops_per_sample(recorded.model, recorded.shape)
+        flops = flops_per_sample(recorded.model, recorded.shape, num_images=recorded.images_per_row)
         for layout in list_layouts(resolved, sharded, cluster):
             estimate = estimator.estimate(layout)
             mfu = None

@@ -55,15 +55,18 @@ def draw_each(dataset: Any, indices: Sequence[int], *, seed: int, position: int 
     return [dataset.sample(index, rng_at(seed, position + number)) for number, index in enumerate(indices)]
 
 
-def digest(inputs: Tensor, num_inputs: Any = None) -> bytes:
+def digest(inputs: Tensor, num_inputs: Any = None, images: Tensor | None = None) -> bytes:
     """Return a hash of a sample's inputs, without padding: how much there is depends on the other samples of a batch.
 
     Args:
         inputs: [T], or an image.
         num_inputs: Number of inputs that are tokens; None: all.
+        images: Those among its tokens, [N, C, S, S]: one question may be asked of many; None: there are none.
     """
     inputs = inputs if num_inputs is None else inputs[: int(num_inputs)]
-    return hashlib.blake2b(inputs.contiguous().cpu().numpy().tobytes(), digest_size=12).digest()
+    parts = (inputs,) if images is None else (inputs, images)
+    joined = b"".join(part.contiguous().cpu().numpy().tobytes() for part in parts)
+    return hashlib.blake2b(joined, digest_size=12).digest()
 
 
 def check_shift(samples: Sequence[Sample]) -> Result:
@@ -309,7 +312,8 @@ def _are_equal(one: Sample, other: Sample) -> bool:
 
 def digest_each(dataset: SampleDataset, num_samples: int) -> list[bytes]:
     """Return the hash of the inputs of samples spread evenly over a dataset, of which one is in memory at a time."""
-    return [digest(dataset[index]["inputs"]) for index in spread_indices(dataset, num_samples)]
+    samples = (dataset[index] for index in spread_indices(dataset, num_samples))
+    return [digest(sample["inputs"], images=sample.get("images")) for sample in samples]
 
 
 def check_splits(train: Sequence[bytes], val: Sequence[bytes], *, is_complete: bool) -> Result:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from recipes.adapter import is_adapter
+from recipes.adapter import is_adapter, list_trained_beside
 from recipes.engine import get_engine
 from recipes.model.score import list_unused
 from recipes.optimizer.rules import get_rules
@@ -47,8 +47,11 @@ class GradientProbe(Callback):
     @override
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         parameters = dict(pl_module.named_parameters())
-        if any(map(is_adapter, parameters)):  # then everything else is frozen on purpose
-            parameters = {name: parameter for name, parameter in parameters.items() if is_adapter(name)}
+        if any(map(is_adapter, parameters)):  # then everything else is frozen on purpose, but for what it names
+            beside = {f"model.{name}" for name in list_trained_beside(pl_module.model)}
+            parameters = {
+                name: parameter for name, parameter in parameters.items() if is_adapter(name) or name in beside
+            }
         rules = get_rules(pl_module.model)
         on_purpose = {*list_unused(pl_module.model), *(() if rules is None else rules.frozen_names)}
         parameters = {

@@ -82,7 +82,7 @@ def check_model(
         yield _check_objective(task, task.loss, batch, forward, context, expected)
     whole = _cut_padding(batch)
     if task.is_causal:
-        yield _check_future(whole, forward, expected)
+        yield _check_future(whole, forward, expected, image_token_id=getattr(task.model, "image_token_id", None))
     yield _check_neighbours(batch, forward)
     yield _check_repeatable(batch, forward)
     task.model.train()  # batch norm has no running statistics yet
@@ -164,8 +164,15 @@ def _check_objective(
     return judge("regularizers leave padding out", found, passes=passes, remedy=remedy)
 
 
-def _check_future(batch: Batch, forward: Forward, expected: Expected) -> Result:
-    """Change one token of the first sample: only later logits may change, and must."""
+def _check_future(batch: Batch, forward: Forward, expected: Expected, *, image_token_id: int | None) -> Result:
+    """Change one token of the first sample: only later logits may change, and must.
+
+    Args:
+        batch: A micro-batch.
+        forward: Computes logits.
+        expected: Expected properties.
+        image_token_id: Token that stands for a part of an image, of which there are as many as in the images.
+    """
     name = "no leak from the future"
     first = _first_samples(batch, 1)
     inputs = first["inputs"]  # [1, T]
@@ -177,7 +184,8 @@ def _check_future(batch: Batch, forward: Forward, expected: Expected) -> Result:
     assert expected.num_classes is not None, "check_model has set it"
     place = length // 2
     changed = inputs.clone()
-    changed[0, place] = (changed[0, place] + 1) % expected.num_classes
+    other = (int(changed[0, place]) + 1) % expected.num_classes
+    changed[0, place] = (other + 1) % expected.num_classes if other == image_token_id else other
     before = forward(first)[1][0, :, : expected.num_classes]  # [T, V]
     after = forward(first | {"inputs": changed})[1][0, :, : expected.num_classes]
     moved = (after - before).abs().amax(dim=-1)  # [T]
@@ -207,7 +215,10 @@ def _check_neighbours(batch: Batch, forward: Forward) -> Result:
 
 
 def _first_samples(batch: Batch, size: int) -> Batch:
-    return {key: value[:size] if isinstance(value, Tensor) and value.ndim else value for key, value in batch.items()}
+    first = {key: value[:size] if isinstance(value, Tensor) and value.ndim else value for key, value in batch.items()}
+    if "num_images" in batch:  # each sample has a number of images among its tokens
+        first["images"] = batch["images"][: max(int(first["num_images"].sum()), 1)]
+    return first
 
 
 def _check_repeatable(batch: Batch, forward: Forward) -> Result:

@@ -162,10 +162,15 @@ def draw(run: Run, *, num_batches: int) -> tuple[float, list[bytes]]:
         batch = next(stream)
         seconds.append(time.perf_counter() - began)
         if has_draws(dataset):  # equal samples are drawn differently
-            own += [digest(dataset[index]["inputs"]) for index, _ in next(places)]
+            samples = [dataset[index] for index, _ in next(places)]
+            own += [digest(sample["inputs"], images=sample.get("images")) for sample in samples]
             continue
-        lengths = batch.get("num_inputs", [None] * len(batch["inputs"]))
-        own += [digest(inputs, length) for inputs, length in zip(batch["inputs"], lengths, strict=True)]
+        none = [None] * len(batch["inputs"])
+        lengths, images = batch.get("num_inputs", none), none
+        if "num_images" in batch:  # one after the other, and one of zeros in the place of none
+            numbers = batch["num_images"].tolist()
+            images = batch["images"][: sum(numbers)].split(numbers)
+        own += [digest(*sample) for sample in zip(batch["inputs"], lengths, images, strict=True)]
     own_part = (sorted(seconds)[num_batches // 2], get_engine(run.trainer).data_rank, own)
     parts = gather_objects(own_part)
     times = [part[0] for part in parts]

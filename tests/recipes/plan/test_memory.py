@@ -29,7 +29,11 @@ def _moments(*, weight_bytes: int = 4) -> list[Moment]:
 
 
 def _peak(stage: int, *, accumulates: bool = False) -> dict[str, int]:
-    moments = list(with_zero(_moments(), _zero(stage), num_parameters=P, num_trained=P, accumulates=accumulates))
+    moments = list(
+        with_zero(
+            _moments(), _zero(stage), num_parameters=P, num_trained=P, num_forward_only=0, accumulates=accumulates
+        )
+    )
     return find_peak(moments).held
 
 
@@ -45,16 +49,37 @@ def test_stage_2_keeps_a_share_of_the_gradients_beside_what_is_under_way() -> No
 
 
 def test_stage_3_keeps_a_share_of_the_weights_and_gathers_small_models_whole() -> None:
-    moments = list(with_zero(_moments(), _zero(3), num_parameters=P, num_trained=P, accumulates=False))
+    moments = list(
+        with_zero(_moments(), _zero(3), num_parameters=P, num_trained=P, num_forward_only=0, accumulates=False)
+    )
     forward, backward = moments[1].held, moments[2].held
     assert forward[WEIGHTS] == P
     assert forward[GATHERED] - backward[GATHERED] == 4 * P  # what was gathered ahead, until it is copied out
     assert backward[GATHERED] == 4 * P + 4 * 1024
 
 
+def test_stage_3_lets_weights_go_that_have_no_backward_pass() -> None:
+    settings = {"num_parameters": P, "num_trained": P // 2, "accumulates": False}
+    kept, released = (
+        [
+            moment.held.get(GATHERED, 0)
+            for moment in with_zero(_moments(), _zero(3), num_forward_only=number, **settings)
+        ]
+        for number in (0, P // 4)
+    )
+    assert [before - after for before, after in zip(kept, released, strict=True)] == [P // 4 * 4] * len(kept)
+
+
 def test_bfloat16_weights_have_a_master_copy_in_float32() -> None:
     moments = list(
-        with_zero(_moments(weight_bytes=2), _zero(1, is_half=True), num_parameters=P, num_trained=P, accumulates=False)
+        with_zero(
+            _moments(weight_bytes=2),
+            _zero(1, is_half=True),
+            num_parameters=P,
+            num_trained=P,
+            num_forward_only=0,
+            accumulates=False,
+        )
     )
     held = moments[1].held
     assert (held[WEIGHTS], held[MASTER]) == (2 * P, P)

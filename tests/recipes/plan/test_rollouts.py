@@ -88,7 +88,7 @@ def test_the_cache_is_that_of_a_real_rollout_and_its_tokens_are_timed_on_this_ma
     cost = cost_of("model=llama_nano", "global_batch_size=16", rates=OperatorTimer(torch.device("cpu")))
     assert cost is not None
     run = resolved(composed_config(*RUN, "model=llama_nano"), Path("unused"))
-    window = Window(run.make_model(), [[1] * 24] * 16, num_tokens=8, slides=False, use_cache=True)
+    window = Window(run.make_model(), [[1] * 24] * 16, num_tokens=8, slides=False, use_cache=True, images=None)
     with torch.no_grad():
         window.start()
     assert cost.cache_bytes == window._cache.num_values * 4

@@ -15,6 +15,7 @@ from recipes.preflight.data import (
     digest,
     show_samples,
 )
+from recipes.preflight.model import _first_samples
 
 
 def test_rows_in_the_order_of_their_lengths_still_say_something_of_their_targets() -> None:
@@ -47,6 +48,26 @@ def test_a_sample_is_the_same_however_its_batch_was_padded() -> None:
     wide, narrow = torch.tensor([5, 7, 0, 0, 0, 0]), torch.tensor([5, 7, 0, 0])
     assert digest(wide, torch.tensor(2)) == digest(narrow, torch.tensor(2)) == digest(torch.tensor([5, 7]))
     assert digest(wide, torch.tensor(3)) != digest(narrow, torch.tensor(2))
+
+
+def test_one_question_of_two_images_is_two_samples() -> None:
+    question, images = torch.tensor([5, 7]), torch.rand(2, 1, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    assert digest(question, images=images[0]) == digest(question, images=images[0].clone())
+    assert len({digest(question, images=each) for each in (*images, torch.zeros(0, 3, 4, 4))}) == 3
+    assert digest(question) == digest(question, images=torch.zeros(0, 3, 4, 4)), "of rows without an image"
+
+
+def test_the_first_samples_of_a_batch_have_their_own_images() -> None:
+    numbers, images = torch.tensor([2, 0, 1]), torch.arange(3.0)[:, None, None, None]
+    batch = {"inputs": torch.zeros(3, 4), "images": images, "num_images": numbers}
+    assert [_first_samples(batch, size)["images"].flatten().tolist() for size in (1, 2, 3)] == [
+        [0, 1],
+        [0, 1],
+        [0, 1, 2],
+    ]
+    assert len(_first_samples(batch | {"num_images": torch.tensor([0, 1, 2])}, 1)["images"]) == 1, (
+        "which no token reads"
+    )
 
 
 def test_the_share_of_targets_that_carry_loss_is_that_of_tokens() -> None:
