@@ -25,7 +25,7 @@ from recipes.config.instantiate import PARTIAL, RULES, TARGET
 from recipes.config.local_path import find_address
 from recipes.config.overrides import REFERENCE, escape_interpolations, for_shell, parse_override, to_overrides
 from recipes.config.own_code import fill_defaults
-from recipes.config.published import published_size
+from recipes.config.published import llava_size, published_size
 from recipes.config.resume import (
     apply_changes,
     complete,
@@ -110,11 +110,18 @@ def register_resolvers(read_variable: Callable[..., str | None] = oc.env) -> Non
     """
     setup_globals()
     OmegaConf.register_new_resolver("oc.env", read_variable, replace=True)
+    OmegaConf.register_new_resolver("first_of", first_of, replace=True)
     OmegaConf.register_new_resolver("half", half, replace=True)
+    OmegaConf.register_new_resolver("llava_size", llava_size, replace=True)
     OmegaConf.register_new_resolver("published_size", published_size, replace=True)
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
     OmegaConf.register_new_resolver("scaled_lr", scaled_lr, replace=True)
     OmegaConf.register_new_resolver("steps_of", steps_of, replace=True)
+
+
+def first_of(*values: Any) -> Any:
+    """Return the first value that is not null, or null; `${first_of:…}` in conf/."""
+    return next((value for value in values if value is not None), None)
 
 
 def in_words(message: str) -> str:

@@ -369,6 +369,13 @@ class ResolvedRun(Composed):
         return None if self.config["seq_len"] is None else int(self.config["seq_len"])
 
     @property
+    def images_per_row(self) -> int:
+        """Images that a plan assumes among the tokens of a row; 0: the task reads none there."""
+        if "reads_images" not in self.task.supports:
+            return 0
+        return int(self.config["plan"].get("images_per_row", 1))  # none in the config of an older run
+
+    @property
     def max_steps(self) -> int:
         """Optimizer steps of the run; a number longer than any while `epochs` says how long it is."""
         return int(self.config["trainer"]["max_steps"])

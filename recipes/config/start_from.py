@@ -80,4 +80,6 @@ def read_source_adapter(folder: Path) -> Config | None:
     if not target.startswith(_OUR_ADAPTERS) or any(isinstance(value, Mapping) for value in node.values()):
         reason = f"{folder / CONFIG_FILE} names {target} as its adapter, and a folder may not choose the code that runs"
         raise ConfigError(f"start_from={folder}", reason, "start_from=<a folder written by a run>")
-    return node | {"pretrained": None} if read_adapter(node) is not None else None
+    if read_adapter(node) is None:
+        return None
+    return {"modules_to_save": []} | node | {"pretrained": None}  # none in the config of an older run

@@ -167,9 +167,11 @@ def read_adapter(node: Mapping[str, Any] | None) -> str | None:
     return target.split(".")[-2] if find_signature(target).constants.get("attaches", True) else None
 
 
+# settings of a model that say where its first weights are
+WEIGHT_KEYS = ("pretrained", "image_pretrained", "vision_pretrained", "language_pretrained")
 # settings of a model by which it is trained or found, and its longest input: what its weights compute is the same
 _NOT_OF_WEIGHTS: tuple[str, ...] = ("_target_", "_partial_", "name", "pretrained", "image_pretrained", "max_seq_len")
-_NOT_OF_WEIGHTS += ("vocab_pad_multiple",)
+_NOT_OF_WEIGHTS += ("vocab_pad_multiple", "vision", "language", "vision_pretrained", "language_pretrained")
 _OF_TRAINING = ("router_aux_loss_coef", "router_z_loss", "balance_rate")
 
 

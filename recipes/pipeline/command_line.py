@@ -23,7 +23,8 @@ from recipes.reward.model_folder import EXPORT, SETTING
 _STAGE = re.compile(r"([+~]{0,2})stages\.([^.=]+)\.(.+)", re.DOTALL)  # of an override of one stage
 _SEVERAL = re.compile(r"""[^\s='"{\[(]+=[^\s'"{\[(]*\s+[+~]*[\w.@/]+=""")  # overrides in one text
 _NAME = re.compile(r"[A-Za-z][\w-]*")
-_EXPORTED = (SETTING,)  # settings that may name the stage which exports the model
+# settings that may name the stage which exports the model
+EXPORTED = (SETTING, "model.vision_pretrained", "model.language_pretrained", "tokenizer.name")
 _SECTIONS = ("every_stage", "stages")
 _EXAMPLE = "stages: {pretrain: [recipe=quickstart], sft: [recipe=sft, data.path=rows.jsonl]}"
 _OF_PIPELINE = ("pipeline=", "hydra.run.dir=", "resume=", "start_from=", "mode=")  # and of no stage
@@ -259,7 +260,7 @@ def _name_exports(
     kept, reads, mistakes = list[str](), list[str](), list[ConfigError]()
     for text in overrides:
         key, _, chosen = text.partition("=")
-        if key not in _EXPORTED or chosen not in names:
+        if key not in EXPORTED or chosen not in names:
             kept.append(text)
         elif chosen in exported:
             kept.append(make_override(key, str(exported[chosen].export)))

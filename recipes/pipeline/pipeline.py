@@ -21,8 +21,7 @@ from recipes.files import tolerating, write_atomically
 from recipes.launcher import Launcher
 from recipes.launcher.composed_job import compose_job
 from recipes.launcher.job import CLUSTER_JOB, Job, State
-from recipes.pipeline.command_line import PipelineCommand, Stage, read_command
-from recipes.reward.model_folder import SETTING
+from recipes.pipeline.command_line import EXPORTED, PipelineCommand, Stage, read_command
 from recipes.run_folder import (
     CONFIG_FILE,
     EVALUATIONS,
@@ -148,7 +147,7 @@ def plan_stages(stages: Sequence[Stage], *, config_folder: Path, config_name: st
 def _is_awaited(mistake: ConfigError, models: Iterable[str]) -> bool:
     """Return whether an error is that a model is not there which an earlier stage exports: a start checks it again."""
     key, _, path = mistake.setting.partition("=")
-    return key == SETTING and not Path(path).exists() and path in models
+    return key in EXPORTED and not Path(path).exists() and path in models
 
 
 def _inherit(source: Planned, stage: Stage, config_folder: Path, config_name: str) -> list[str]:

@@ -5,7 +5,11 @@ from abc import ABC
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
+from torch import Tensor
+
 from recipes.data.conversations.chat_template import find_stop_ids
+from recipes.data.conversations.image_parts import ImageTokens
 from recipes.engine import get_engine
 from recipes.generation import Completion, Sampling, StopStrings, generate
 from recipes.model import LanguageModel
@@ -28,6 +32,7 @@ class GeneratesText(TrainingTask, ABC):
     tokenizer: Tokenizer | None = None
     source: Any = None
     _answer_tokens: Sequence[list[int]] = ()  # of the newest answers of this rank, each after its question
+    _answered: Sequence[int] = ()  # the numbers of these questions
 
     def generate_texts(
         self,
@@ -36,6 +41,7 @@ class GeneratesText(TrainingTask, ABC):
         *,
         sampling: Sampling,
         seeds: Sequence[int],
+        images: Tensor | None = None,
         stop: Sequence[str] = (),
         on_tokens: Callable[[Sequence[int]], None] = lambda _: None,
     ) -> list[str] | None:
@@ -46,6 +52,8 @@ class GeneratesText(TrainingTask, ABC):
             max_new_tokens: Maximum number of tokens to generate.
             sampling: How tokens are drawn.
             seeds: Sampling seed of each continuation.
+            images: [N, C, S, S], those of the tokens of the prompt. A continuation then ends where the window of the
+                model does, which slides otherwise. None: there are none.
             stop: Texts that end a continuation, which are not part of it.
             on_tokens: Called with the tokens of a continuation after each of them.
         """
@@ -72,9 +80,10 @@ class GeneratesText(TrainingTask, ABC):
                     sampling=sampling,
                     seeds=of_batch,
                     num_samples=len(of_batch),
+                    images=None if images is None else [images],
                     ends=find_stop_ids(self.tokenizer),
                     is_complete=is_complete,
-                    slides=True,
+                    slides=images is None,
                     agree=None if is_independent else engine.share_first,
                 )
                 for completion in completions:
@@ -122,29 +131,36 @@ class GeneratesText(TrainingTask, ABC):
             all_ended: Returns whether a flag is true on every rank.
 
         Returns:
-            Texts; an unfinished answer ends with an ellipsis. None if the data has no questions.
+            Texts; an unfinished answer ends with an ellipsis, and an image in a question is `<image>`. None if the data
+            has no questions.
         """
         if self.tokenizer is None or not hasattr(self.source, "questions"):
             return None
         questions: list[tuple[list[int], list[int]]] = self.source.questions(num_samples)
+        images: list[Tensor] | None = None
+        if self.reads_images and any(self.model.image_token_id in prompt for prompt, _ in questions):
+            images = self.source.question_images(num_samples)
         found_ends = {self.tokenizer.find_end(answer) for _, answer in questions} - {None}
         ends = cast(set[int], found_ends | {*find_stop_ids(self.tokenizer)})
         if max_new_tokens is None:
             max_new_tokens = max((len(answer) for _, answer in questions), default=0) + _MORE_TOKENS
         found: list[tuple[str, str, str]] = []
         tokens: list[list[int]] = []
+        answered: list[int] = []
         engine = get_engine(self.trainer)
         with self.trainer.precision_plugin.forward_context(), engine.gather_for_generation() as is_independent:
             # the same number of batches on every rank: each forward pass may be a collective
             for start in range(0, len(questions), num_ranks * _ROWS_AT_A_TIME):
-                batch = questions[start : start + num_ranks * _ROWS_AT_A_TIME]
-                mine = batch[rank::num_ranks]
+                numbers = [*range(start, min(start + num_ranks * _ROWS_AT_A_TIME, len(questions)))][rank::num_ranks]
+                mine = [questions[number] for number in numbers]
+                asked = numbers or [start]
                 given = generate(
                     cast(LanguageModel, self.model),
-                    [prompt for prompt, _ in mine] or [batch[0][0]],
+                    [questions[number][0] for number in asked],
                     max_new_tokens,
                     sampling=Sampling(temperature=0.0),
-                    seeds=range(max(1, len(mine))),
+                    seeds=range(len(asked)),
+                    images=None if images is None else [images[number] for number in asked],
                     ends=ends,
                     all_ended=None if is_independent else all_ended,
                 )
@@ -153,12 +169,31 @@ class GeneratesText(TrainingTask, ABC):
                     for (prompt, expected), answer in zip(mine, given, strict=False)
                 ]
                 tokens += [[*prompt, *list_tokens(answer)] for (prompt, _), answer in zip(mine, given, strict=False)]
-        self._answer_tokens = tokens
+                answered += numbers
+        self._answer_tokens, self._answered = tokens, answered
         return found
 
     def recipes_answer_tokens(self) -> Sequence[list[int]]:
         """Return the tokens of each question with its answer, as `recipes_answer_questions` gave them last."""
         return self._answer_tokens
+
+    def recipes_answered(self) -> Sequence[int]:
+        """Return the numbers of the questions that this rank answered last, in the order of its answers."""
+        return self._answered
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether its model reads images among tokens."""
+        return "reads_images" in self.supports
+
+    def _spell(self, prompt: list[int]) -> str:
+        """Return the text of a question, with `<image>` once for each image."""
+        assert self.tokenizer is not None, "without one nothing is generated"
+        if not self.reads_images:
+            return self.tokenizer.decode(prompt)
+        model: Any = self.model
+        tokens = ImageTokens(model.image_token_id, model.image_seq_length)
+        return tokens.spell(np.array(prompt), self.tokenizer.decode)
 
     def _compare(
         self, prompt: list[int], expected: list[int], answer: Completion, ends: Collection[int]
@@ -173,18 +208,18 @@ class GeneratesText(TrainingTask, ABC):
         if has_end and not answer.has_ended:
             given_text += _NOT_ENDED
         expected_text = self.tokenizer.decode_continuation(prompt, until_end)
-        return self.tokenizer.decode(prompt), expected_text, given_text
+        return self._spell(prompt), expected_text, given_text
 
-    def recipes_question_rows(self, num_samples: int) -> dict[str, Mapping[str, Any]]:
-        """Return the row of data of each of these validation questions, by its text; none where the data has no rows.
+    def recipes_question_rows(self, num_samples: int) -> Sequence[Mapping[str, Any]]:
+        """Return the row of data of each of these validation questions; none where the data has no rows.
 
         Args:
             num_samples: Number of questions, as for `recipes_answer_questions`.
         """
         if self.tokenizer is None or not hasattr(self.source, "question_rows"):
-            return {}
-        prompts = [self.tokenizer.decode(prompt) for prompt, _ in self.source.questions(num_samples)]
-        return dict(zip(prompts, self.source.question_rows(num_samples), strict=True))
+            return []
+        rows: list[Mapping[str, Any]] = self.source.question_rows(num_samples)
+        return rows
 
     def recipes_rejected_answers(self, num_samples: int) -> dict[str, str]:
         """Return the rejected answer to each of these validation questions, by its text; none without preferences.

@@ -121,6 +121,20 @@ class ImageText(TwoPasses):
             self.data = data
 
     @override
+    def on_fit_start(self) -> None:
+        """Check that captions end with the token at which the model reads them.
+
+        Raises:
+            ConfigError: They end with another one: each would be read at its first token.
+        """
+        super().on_fit_start()
+        tokenizer = getattr(getattr(self.data, "source", None), "tokenizer", None)
+        model: Any = self.meta_model()
+        if tokenizer is None or not hasattr(model, "check_end"):
+            return
+        model.check_end(tokenizer.end_of_text, num_ids=tokenizer.vocab_size)
+
+    @override
     def outputs(self, batch: Batch) -> Features:
         images = arrange(batch["inputs"], self._channels_last)  # [B, C, S, S]
         with drawing_again(batch):

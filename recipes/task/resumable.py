@@ -29,7 +29,7 @@ from recipes.errors import ConfigError
 from recipes.lightning_internals import get_data, skip_validation_once
 from recipes.model.init import unsharded_shape
 from recipes.model.weights.adapter import has_adapter
-from recipes.model.weights.files import hash_weights
+from recipes.model.weights.files import hash_parts, list_places
 from recipes.numerics.collectives import gather_objects
 from recipes.numerics.ema import NAME as AVERAGE
 from recipes.numerics.nf4 import list_nf4
@@ -417,7 +417,7 @@ class Resumable(OnEngine):
             ConfigError: The checkpoint that was loaded is of a run with another one, or its files cannot be read.
         """
         with naming(section):
-            base = Base(pretrained, self._hash(pretrained))
+            base = Base(pretrained, self._hash([pretrained]))
         self._remember(section, base)
 
     def _remember(self, name: str, base: Base) -> None:
@@ -427,12 +427,12 @@ class Resumable(OnEngine):
 
     def _identify(self, model: nn.Module, settings: Mapping[str, Any] = MappingProxyType({})) -> Base:
         """Return the identity of a model's frozen weights."""
-        pretrained: str | None = getattr(model, "pretrained", None)
-        digest = None if pretrained is None else self._hash(pretrained)
-        return Base(pretrained or str(self.seed), digest, in_nf4=any(list_nf4(model)), settings=dict(settings))
+        places = list_places(model)
+        digest, name = (self._hash(places), " and ".join(places)) if places else (None, str(self.seed))
+        return Base(name, digest, in_nf4=any(list_nf4(model)), settings=dict(settings))
 
-    def _hash(self, pretrained: str) -> str:
-        digest = self.engine.broadcast(hash_weights(pretrained) if self.trainer.is_global_zero else None)
+    def _hash(self, places: Sequence[str]) -> str:
+        digest = self.engine.broadcast(hash_parts(places) if self.trainer.is_global_zero else None)
         assert digest is not None, "that of the first rank"
         return digest
 

@@ -5,8 +5,10 @@ import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from support import TINY
+from vision_language_cases import write_llava
 
 from recipes.config import compose_and_check
 from recipes.config.resolved import ResolvedRun
@@ -126,6 +128,30 @@ def get_image_files(folder: Path) -> list[str]:
                     Image.frombytes("RGB", (8, 8), random.Random(f"{split}{label}{place}").randbytes(192)).save(file)
     kept = [override for override in IMAGES if not override.startswith("data.")]
     return [*kept, *_FILES, f"data.path={folder / 'photos'}", "model.in_channels=3"]
+
+
+def get_illustrated(folder: Path) -> list[str]:
+    """Return the overrides of a run of a vision-language model on rows with 0 to 2 images; dropout in the tower."""
+    from PIL import Image
+
+    rows: list[dict[str, Any]] = []
+    (folder / "shown").mkdir(exist_ok=True)
+    for place in range(300):
+        names = [f"shown/{place}_{number}.png" for number in range(place % 3)]
+        for number, name in enumerate(names):
+            Image.frombytes("RGB", (8, 8), random.Random(place + 500 * number).randbytes(192)).save(folder / name)
+        parts = [*({"type": "image", "path": name} for name in names), {"type": "text", "text": f"What is {place}?"}]
+        rows.append(
+            {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": f"{place % 7}."}]}
+        )
+    table = folder / "shown.jsonl"
+    table.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    model = write_llava(folder / "llava", image_token=257, vocab_size=258, max_position_embeddings=128, dropout=0.1)
+    kept = [each for each in IMAGES if not each.startswith(("data", "model", "~callbacks.sample_text"))]
+    return [
+        *("model=llava", f"model.name={model}", "model.pretrained=null", "model.max_seq_len=96", "tokenizer=bytes"),
+        *("data=conversations", f"data.path={table}", "data.packing=false", "freeze=[multi_modal_projector]", *kept),
+    ]
 
 
 def get_captioned(folder: Path) -> list[str]:

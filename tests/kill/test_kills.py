@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from kill.cases import CASES, IMAGES, compose, get_captioned, get_image_files, get_overrides
+from kill.cases import CASES, IMAGES, compose, get_captioned, get_illustrated, get_image_files, get_overrides
 from kill.disk import differences
 from kill.killer import Killer
 from kill.lives import ForkedLife, Zygote
@@ -30,7 +30,7 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     folder: Path = tmp_path_factory.mktemp("compose")
     texts = write_texts(folder / "texts")
     runs = [compose(get_overrides(name, folder, texts)) for name in CASES]
-    of_images = [[*IMAGES], get_image_files(folder), get_captioned(folder)]
+    of_images = [[*IMAGES], get_image_files(folder), get_captioned(folder), get_illustrated(folder)]
     zygote = Zygote([*runs, *(compose([*typed, f"hydra.run.dir={folder}"]) for typed in of_images)])
     yield zygote
     zygote.close()
@@ -80,6 +80,12 @@ def test_captioned_images_killed_with_0_1_and_3_loader_processes_are_those_of_a_
     zygote: Zygote, tmp_path: Path
 ) -> None:
     _kill_twice(zygote, tmp_path, get_captioned(tmp_path), num_workers=(0, 1, 3))
+
+
+def test_illustrated_rows_killed_with_0_1_and_3_loader_processes_are_those_of_a_run_never_killed(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    _kill_twice(zygote, tmp_path, get_illustrated(tmp_path), num_workers=(0, 1, 3))
 
 
 @pytest.mark.slow

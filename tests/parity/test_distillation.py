@@ -159,7 +159,9 @@ def test_the_teacher_takes_the_memory_that_was_planned(
     moments = [*timeline(recorded.ops)]
     if recorded.engine.zero is not None:
         zero, count = recorded.engine.zero, recorded.num_parameters
-        moments = [*with_zero(moments, zero, num_parameters=count, num_trained=count, accumulates=True)]
+        moments = [
+            *with_zero(moments, zero, num_parameters=count, num_trained=count, num_forward_only=0, accumulates=True)
+        ]
     assert {moment.held[FROZEN] for moment in moments} == {found[name]["seen"][0]["held_bytes"]}
 
 

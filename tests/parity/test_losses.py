@@ -1,11 +1,13 @@
 """Every loss has one curve, whatever the engine and the split: with gaps in the targets, and with two denominators."""
 
 import math
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import COMMON, ENGINES, IS_LONG, NUM_STEPS, case, largest_difference, shortened
-from loss_cases import NUM_OUTPUTS
+from loss_cases import NUM_OUTPUTS, write_published
 from ranks import run_on_ranks
 
 TARGETS = {"bce": "labels", "mse": "values", "mae": "values", "huber": "values", "cross_entropy": "probabilities"}
@@ -92,6 +94,15 @@ def of_towers(strategy: str, *, accumulate: int, world_size: int) -> dict[str, A
     return made | {"overrides": [*towers, *kept, "optimizer.lr=1e-3"]}
 
 
+def of_published(strategy: str, *, accumulate: int, world_size: int, kind: str) -> dict[str, Any]:
+    """Return the experiment with a CLIP or SigLIP model of transformers, with weights from the seed."""
+    made = of_captions(strategy, accumulate=accumulate, world_size=world_size, loss=kind)
+    kept = [each for each in made["overrides"] if not each.startswith(("model", "~model", "data", "~data"))]
+    folder = write_published(Path(tempfile.mkdtemp()), kind=kind)
+    model = ["model=clip", f"model.name={folder}", "model.pretrained=null", "data=words", "tokenizer=bytes"]
+    return made | {"overrides": [*model, *kept, "optimizer.lr=1e-3"]}
+
+
 def of_tokens(strategy: str, *, accumulate: int, world_size: int, model: str = "gpt2") -> dict[str, Any]:
     """Return the experiment of the parity tests with a loss of two denominators."""
     made = case(model, strategy=ENGINES[strategy], precision="32-true", accumulate=accumulate, world_size=world_size)
@@ -111,6 +122,8 @@ def make_cases(strategies: list[str], *, splits: tuple[int, ...], world_size: in
             found[f"views, {strategy} x{accumulate}"] = of_views(strategy, **split)
             for loss in ("clip", "siglip"):
                 found[f"{loss}, {strategy} x{accumulate}"] = of_captions(strategy, **split, loss=loss)
+            for kind in ("clip", "siglip"):
+                found[f"published {kind}, {strategy} x{accumulate}"] = of_published(strategy, **split, kind=kind)
             found[f"towers, {strategy} x{accumulate}"] = of_towers(strategy, **split)
     return found
 
@@ -148,7 +161,22 @@ RANKS = shortened(
     *("views, ddp x2", "views, fsdp x1", "views, ZeRO-2 x2", "views, ZeRO-3 x4"),
     *("clip, ddp x2", "clip, fsdp x2", "clip, ZeRO-2 x2", "clip, ZeRO-3 x1", "siglip, fsdp x1", "siglip, ZeRO-2 x4"),
     *("towers, ddp x2", "towers, fsdp x1", "towers, ZeRO-3 x2"),
+    *(
+        "published clip, ZeRO-3 x2",
+        "published clip, fsdp x4",
+        "published siglip, ZeRO-3 x1",
+        "published siglip, ddp x4",
+    ),
 )
+
+# features of four ranks are compared with each other: as many processes on two cores, in long runs alone
+ON_FOUR = {
+    f"{loss}, {strategy} on four x{accumulate}": of_captions(strategy, accumulate=accumulate, world_size=4, loss=loss)
+    for loss in ("clip", "siglip")
+    for strategy in ("ddp", "fsdp", "ZeRO-2", "ZeRO-3")
+    for accumulate in SPLITS
+    if IS_LONG
+}
 
 
 LOSSES = [name.partition(",")[0] for name in REFERENCES]
@@ -163,7 +191,7 @@ def select(cases: dict[str, Any], losses: list[str]) -> dict[str, Any]:
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the results of some losses by case."""
     found: dict[str, Any] = {}
-    for cases, world_size in ((REFERENCES | ON_ONE, 1), (RANKS, 2)):
+    for cases, world_size in ((REFERENCES | ON_ONE, 1), (RANKS, 2), (ON_FOUR, 4)):
         chosen = select(cases, request.param)
         if chosen:
             found |= run_on_ranks(chosen, world_size=world_size, folder=tmp_path_factory.mktemp("losses"))

@@ -41,6 +41,7 @@ from recipes.config.check.start_from import check_start_from
 from recipes.config.check.strategy import check_optimizer, check_strategy
 from recipes.config.check.suggestions import suggest_options
 from recipes.config.check.transform import check_mixing
+from recipes.config.check.vision_language import NULL_SIZES, check_parts, check_vision_language
 from recipes.config.resolved import ResolvedRun
 from recipes.config.search_path import find_config_folders
 from recipes.config.traits import select
@@ -127,10 +128,12 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
     mistakes = [*locate_mistakes(_trace_all(mistakes, references, config), overrides), *dashboards]
     if structure or mismatches:
         return [*mistakes, *mismatches]  # the checks below read these sections
-    unreadable = [*check_published_model(config["model"])]
-    if unreadable or any(_get_key(m) == "model.name" for m in mistakes):  # it gives the size of the vocabulary
-        mistakes = [m for m in mistakes if m.setting != "model.vocab_size=null"]
+    unreadable, wrong_parts = [*check_published_model(config["model"])], [*check_parts(config["model"])]
+    if unreadable or wrong_parts or any(_get_key(m) == "model.name" for m in mistakes):
+        # what names a model gives its sizes and its tokenizer
+        mistakes = [m for m in mistakes if m.setting not in ("tokenizer.name=null", *NULL_SIZES)]
         mistakes = [*mistakes, *unreadable] if mistakes else []
+        mistakes += wrong_parts
     scaling = [*check_lr_scaling(config, choices, overrides)]
     if scaling:  # without a reference point there is no learning rate: a consequence as well
         mistakes = [m for m in mistakes if not m.setting.startswith("optimizer.lr=")]
@@ -161,6 +164,7 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
         *check_frozen_models(run),
         *check_preferences(run),
         *check_comparisons(run),
+        *check_vision_language(run),
         *check_evaluator(run),
         *check_export(run),
         *check_own_training(run),

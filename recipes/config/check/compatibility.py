@@ -29,6 +29,7 @@ from recipes.config.unread import OF_SAVING
 from recipes.errors import ConfigError, type_setting
 from recipes.foreign_file import missing_published
 from recipes.run_folder import has_checkpoint
+from recipes.shipped_models import is_shipped
 
 # Trainer arguments controlled by a group or setting of this project: argument -> what to type instead
 _CONTROLLED = {
@@ -313,9 +314,11 @@ def _published_weights(run: ResolvedRun) -> Iterator[ConfigError]:
     missing = missing_published(pretrained, "model.pretrained") if is_folder else None
     has_own_ids = find_signature(tokenizer).constants.get("own_ids")
     if missing is not None:
-        # a model that is built by name has a check of its own
-        if pretrained != model.get("name") and not (run.resume and has_checkpoint(run.run_folder)):
-            beside = "; beside model.pretrained, tokenizer=huggingface tokenizer.name=<the same>" if has_own_ids else ""
+        # a model that is built by name has a check of its own, of its configuration
+        has_own_check = pretrained == model.get("name") and not is_shipped(pretrained)
+        if not has_own_check and not (run.resume and has_checkpoint(run.run_folder)):
+            needs_ids = has_own_ids and not is_shipped(pretrained)
+            beside = "; beside model.pretrained, tokenizer=huggingface tokenizer.name=<the same>" if needs_ids else ""
             yield ConfigError(missing.setting, missing.reason, f"{missing.fix}{beside}")
     elif has_own_ids:
         yield ConfigError(

@@ -19,11 +19,6 @@ def check_comparisons(run: ResolvedRun) -> Iterator[ConfigError]:
         yield ConfigError(f"{loss} {task}", reason, "recipe=clip, or another loss")
     if has_captions and reads != "pairs":
         yield ConfigError(f"{loss} {task}", "it does not compare images with captions", "loss=clip, or loss=siglip")
-    model = find_signature(config["model"]["_target_"]).constants
-    if run.strategy.stage == 3 and model.get("reads_sizes_of_weights"):
-        reason = "transformers reads the sizes of its position embeddings, which ZeRO-3 gathers later"
-        fix = "strategy=fsdp, or strategy=deepspeed_stage_2"
-        yield ConfigError(f"strategy=deepspeed_stage_3 model={choices.get('model', '…')}", reason, fix)
     if reads_views and needed == 1:
         reason = "it compares two views of each image, and this task reads one"
         yield ConfigError(f"{loss} {task}", reason, "recipe=simclr, or another loss")

@@ -147,7 +147,7 @@ def check_mesh(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigError]:
         )
     if tensor > 1:
         yield from _check_tensor(run, tensor)
-    if pipeline > 1 and not is_planned:
+    if pipeline > 1 and not is_planned and "num_layers" in config["model"]:  # else the model is refused above
         yield from _check_pipeline(run, pipeline)
 
 

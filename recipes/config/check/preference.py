@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from recipes.config.check.frozen_models import check_engine
+from recipes.config.check.types import to_setting
 from recipes.config.resolved import ResolvedRun
 from recipes.config.signature import find_signature
 from recipes.errors import ConfigError
@@ -28,6 +29,8 @@ def check_preferences(run: ResolvedRun) -> Iterator[ConfigError]:
         yield ConfigError(f"loss={run.choices.get('loss', '…')} {task}", reason, f"{fix}, or another loss")
     elif node.get("reference", "auto") != "auto":
         yield from _check_reference(run, node["reference"], needs_one=bool(of_loss.get("needs_reference", True)))
+    elif "reference" in node and of_loss.get("needs_reference", True):
+        yield from _check_modules_to_save(run, "auto", instead=None)
     if find_signature(run.config["model"]["_target_"]).constants.get("routes_tokens"):
         reason = "the balance of experts is per token of text, and an answer counts as a whole"
         yield ConfigError(f"model={run.choices.get('model', '…')} {task}", reason, "model=<one without experts>")
@@ -76,6 +79,9 @@ def check_reference(run: ResolvedRun, kind: str, *, instead: str | None) -> Iter
         others = "precomputed or frozen_copy" if precomputes else "frozen_copy"
         fix = f"adapter=lora, or task.reference={others}"
         yield ConfigError(setting, "the model has no adapter to switch off", fix)
+        return
+    if mistakes := [*_check_modules_to_save(run, kind, instead=instead)]:
+        yield from mistakes
     elif kind == "frozen_copy" and run.adapter is not None:
         reason = "the weights beside the adapter are frozen already, and a copy would hold them twice"
         fix = "task.reference=adapter_off" + (", or precomputed" if precomputes else "")
@@ -84,3 +90,12 @@ def check_reference(run: ResolvedRun, kind: str, *, instead: str | None) -> Iter
         for mistake in check_engine(run, "reference"):
             fix = f"{mistake.fix}, or {instead or 'task.reference=precomputed'}"
             yield ConfigError(f"{setting} {mistake.setting}", mistake.reason, fix)
+
+
+def _check_modules_to_save(run: ResolvedRun, kind: str, *, instead: str | None) -> Iterator[ConfigError]:
+    """Reject modules that are trained beside an adapter, which no reference has as they were."""
+    modules = run.config.get("adapter", {}).get("modules_to_save")
+    if modules:
+        reason = "the reference is the model without its adapter, and these modules change in the training"
+        fix = f"adapter.modules_to_save=[], or {instead or 'loss=orpo, which asks no reference'}"
+        yield ConfigError(f"task.reference={kind} adapter.modules_to_save={to_setting(modules)}", reason, fix)

@@ -7,7 +7,7 @@ from typing import Any
 
 from recipes.config.check.types import to_setting
 from recipes.config.resolved import ResolvedRun
-from recipes.config.traits import read_adapter, read_free_at_resume, read_settings_of_weights
+from recipes.config.traits import WEIGHT_KEYS, read_adapter, read_free_at_resume, read_settings_of_weights
 from recipes.errors import ConfigError
 from recipes.run_folder import (
     CONFIG_FILE,
@@ -75,7 +75,7 @@ def _find_differences(run: ResolvedRun) -> Iterator[ConfigError]:
                 _leave_out(run, f"model.{key}", "train another model"),
             )
     yield from _check_adapter(run, trained["adapter"])
-    for key in ("pretrained", "image_pretrained"):
+    for key in WEIGHT_KEYS:
         pretrained = now.get(key)
         is_typed = f"model.{key}" not in references
         if is_typed and pretrained not in (None, before.get(key)) and not _is_adapter(trained["adapter"]):

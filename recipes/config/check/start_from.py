@@ -11,6 +11,7 @@ from recipes.config.local_path import find_address
 from recipes.config.resolved import Awaited, ResolvedRun
 from recipes.config.start_from import find_source, read_source, read_source_adapter
 from recipes.config.traits import (
+    WEIGHT_KEYS,
     read_adapter,
     read_free_at_resume,
     read_new_head_with,
@@ -90,7 +91,7 @@ def _check_awaited(run: ResolvedRun, before: Awaited) -> Iterator[ConfigError]:
 
 def _check_pretrained(run: ResolvedRun) -> Iterator[ConfigError]:
     """Reject two sources of the first weights."""
-    for key in ("pretrained", "image_pretrained"):
+    for key in WEIGHT_KEYS:
         pretrained = run.config["model"].get(key)
         if f"model.{key}" not in run.references and pretrained is not None:
             yield ConfigError(

@@ -213,6 +213,17 @@ def test_a_stage_reads_the_model_that_an_earlier_one_exports_before_it_is_there(
     assert [*name_stages(plan_stages(command.stages, config_folder=CONF, config_name="config"))] == []
 
 
+def test_a_stage_is_put_together_from_the_models_and_the_tokenizer_that_two_others_export(own: Path) -> None:
+    parts = "model.vision_pretrained=seen, model.language_pretrained=spoken, tokenizer.name=spoken"
+    stages = f"see: [], seen: [mode=export], speak: [start_from=null], spoken: [mode=export], both: [{parts}]"
+    (own / "pipeline" / "other.yaml").write_text(f"stages: {{{stages}}}")
+    *_, (_, seen, _, spoken, both) = [_read(own, name="other").stages]
+    assert both.reads == ("seen", "spoken", "spoken")
+    assert f"model.vision_pretrained={seen.export}" in both.overrides
+    assert f"model.language_pretrained={spoken.export}" in both.overrides
+    assert f"tokenizer.name={spoken.export}" in both.overrides
+
+
 @pytest.mark.parametrize(
     ("named", "reason"), [("judge", "it exports no model"), ("answers", "it does not run before this one")]
 )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from captioned_images import caption_each, encode_noise, write_csv, write_images
 from loss_cases import Captioned
-from support import composed_config, needed_by, resolved
+from support import composed_config, resolved
 from torch import Tensor
 
 from recipes.build import build
@@ -98,14 +98,6 @@ def test_a_loss_of_captions_is_refused_where_there_are_none() -> None:
     _, mistakes = compose_and_check(["model=resnet18", "loss=siglip", *SMALL])
     reason = "loss=siglip task=classification: it compares images with captions, and this task reads none"
     assert f"{reason}; type recipe=clip, or another loss" in map(str, mistakes)
-
-
-def test_a_model_of_transformers_is_refused_under_zero_3(tmp_path: Path) -> None:
-    needed = needed_by("clip", tmp_path, model="clip")
-    _, mistakes = compose_and_check(["recipe=clip", *needed, "strategy=deepspeed_stage_3", "trainer.accelerator=cpu"])
-    reason = "transformers reads the sizes of its position embeddings, which ZeRO-3 gathers later"
-    fix = "strategy=fsdp, or strategy=deepspeed_stage_2"
-    assert f"strategy=deepspeed_stage_3 model=clip: {reason}; type {fix}" in map(str, mistakes)
 
 
 def test_metrics_of_retrieval_and_of_a_folder_in_use_can_be_monitored(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ NO_REWARD = (
     " regex, or reward=mine reward.mine.path=<file.py>:<function>"
 )
 OWN = "type reward=mine reward.mine.path=<file.py>:<function>"
-REWARDS = "exact_match format length mine model none numeric regex"
+REWARDS = "exact_match format length mine model none numeric regex vqa_accuracy"
 # what is typed in place of recipe=grpo with data and a reward -> all mistakes
 FIRST_COMMANDS = {
     "recipe=grpo model=gpt2_nano": [

@@ -1,0 +1,108 @@
+"""Training of vision-language models: what each stage changes, and rows with and without images in one batch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from vision_language_cases import write_llava
+
+import lightning_recipes as lr
+from recipes.config import compose_and_check
+
+PARTS = ("vision_tower", "multi_modal_projector", "language_model", "lm_head")
+PARALLEL = ("tensor", "context", "pipeline")
+FROZEN = {
+    "projector": ["vision_tower", "language_model", "lm_head"],
+    "language": ["vision_tower"],
+    "all": [],
+}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write conversations with no image, one and two."""
+    folder: Path = tmp_path_factory.mktemp("rows")
+    generator, lines = torch.Generator().manual_seed(0), []
+    for place in range(48):
+        names = [f"{place}_{number}.png" for number in range(place % 3)]
+        for name in names:
+            pixels = torch.randint(256, (8, 8, 3), dtype=torch.uint8, generator=generator)
+            Image.fromarray(pixels.numpy()).save(folder / name)
+        asked = [*({"type": "image", "path": name} for name in names), {"type": "text", "text": f"Which, of {place}?"}]
+        answer = {"role": "assistant", "content": f"{place % 5}"}
+        lines.append(json.dumps({"messages": [{"role": "user", "content": asked}, answer]}))
+    (folder / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    write_llava(folder / "llava", image_token=257, vocab_size=258, max_position_embeddings=128)
+    return folder
+
+
+def of_stage(rows: Path, folder: Path, *typed: str) -> list[str]:
+    return [
+        *("recipe=vlm_sft", f"model.name={rows / 'llava'}", "model.pretrained=null", "model.max_seq_len=128"),
+        *("tokenizer=bytes", f"data.path={rows / 'rows.jsonl'}", "seq_len=128", "data.val_fraction=0.2"),
+        *("global_batch_size=4", "trainer.max_steps=20", "eval_every=20", "save_every=20", "optimizer.lr=1e-3"),
+        *("callbacks=[]", f"hydra.run.dir={folder}", "trainer.accelerator=cpu", "warmup_steps=0", *typed),
+    ]
+
+
+def get_weights(run: Any) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in run.load().named_parameters()}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_what_a_stage_freezes_stays_the_same_to_the_bit(rows: Path, tmp_path: Path, packing: bool) -> None:
+    before, start = None, []
+    for stage, frozen in FROZEN.items():
+        typed = [f"freeze=[{','.join(frozen)}]", f"data.packing={str(packing).lower()}", *start]
+        trained = lr.compose(*of_stage(rows, tmp_path / stage, *typed)).fit()
+        after = get_weights(trained)
+        if before is not None:
+            same = {name: torch.equal(weight, before[name]) for name, weight in after.items()}
+            # nobody reads the norm behind the last layer
+            changed = {part for part in PARTS for name, is_same in same.items() if part in name and not is_same}
+            assert changed == {*PARTS} - {*frozen}, stage
+            whole = [name for name, is_same in same.items() if is_same and not any(part in name for part in frozen)]
+            assert all("post_layernorm" in name for name in whole), whole
+        before, start = after, [f"start_from={tmp_path / stage}"]
+
+
+def test_the_first_stage_changes_the_projector_alone(rows: Path, tmp_path: Path) -> None:
+    frozen = f"freeze=[{','.join(FROZEN['projector'])}]"
+    runs = [
+        lr.compose(*of_stage(rows, tmp_path / name, frozen, f"optimizer.lr={rate}")).fit()
+        for name, rate in (("slow", 1e-3), ("fast", 2e-3))
+    ]
+    slow, fast = map(get_weights, runs)
+    changed = {name for name, weight in fast.items() if not torch.equal(weight, slow[name])}
+    assert changed == {name for name in fast if "multi_modal_projector" in name}
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        *((([f"{part}_parallel_size=2"]), "Llava: it does not declare how it is sharded") for part in PARALLEL),
+        (["seq_len=4"], "seq_len=4: an image takes 4 tokens, and a row with one has no room for text"),
+        (["model.vision=clip_nano"], "the first is a whole model, and the other a part of one"),
+        (["model.name=null"], "model.vision=null: a model is put together from a tower of images and a language"),
+        (["model.name=llama_nano"], "a model of type llama is no LLaVA model"),
+        (["model.name=null", "model.vision=llama_nano", "model.language=llama_nano"], "no tower of CLIP or SigLIP"),
+        (
+            ["model.name=null", "model.vision=clip_nano", "model.language=llama_nano"],
+            "model.vision_pretrained=clip_nano: it is a configuration that comes without weights",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_a_mistake_of_the_config(
+    rows: Path, tmp_path: Path, typed: list[str], said: str
+) -> None:
+    _, mistakes = compose_and_check([*of_stage(rows, tmp_path), "strategy=fsdp", "trainer.devices=2", *typed])
+    assert said in "\n".join(map(str, mistakes))
+
+
+def test_a_model_of_tokens_alone_is_refused() -> None:
+    _, mistakes = compose_and_check(["task=vision_language"])
+    reason = "model=gpt2_nano task=vision_language: it reads tokens alone, and the rows of this task hold images"
+    assert f"{reason}; type model=llava, or task=language_modeling" in map(str, mistakes)
