@@ -161,18 +161,23 @@ class GenerationEval(Callback):
             return {}
         own: dict[str, list[float]] = {}
         further: dict[str, list[list[int]]] = {}
+        numbers: list[int] = []
+        if isinstance(pl_module, SupportsQuestionRows):
+            of_ranks = gather_by_samples(pl_module.recipes_answered(), trainer)
+            numbers = [number for each in of_ranks for number in each]
         if getattr(self._rewards, "reads_tokens", False) and isinstance(pl_module, SupportsAnswerTokens):
             of_rank = pl_module.recipes_answer_tokens()
             further["tokens"] = [tokens for each in gather_by_samples(of_rank, trainer) for tokens in each]
         if trainer.is_global_zero:
-            known: Mapping[str, Mapping[str, object]] = {}
+            rows: Sequence[Mapping[str, object]] = [{} for _ in answers]
             if isinstance(pl_module, SupportsQuestionRows):
                 known = pl_module.recipes_question_rows(self.num_samples)
+                rows = [known[number] for number in numbers] if known else rows
             found = self._rewards(
                 prompts=[question for question, _, _ in answers],
                 completions=[given for _, _, given in answers],
                 references=[expected for _, expected, _ in answers],
-                rows=[known.get(question, {}) for question, _, _ in answers],
+                rows=rows,
                 **further,
             )
             own = {name: list(values) for name, values in found.items()}

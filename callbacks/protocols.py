@@ -93,8 +93,14 @@ class SupportsAnswerTokens(Protocol):
 class SupportsQuestionRows(Protocol):
     """A module that knows the rows of data that its questions come from, for the rewards of `GenerationEval`."""
 
-    def recipes_question_rows(self, num_samples: int) -> Mapping[str, Mapping[str, Any]]:
-        """Return the fields of the row of each question by the question; called on rank 0 alone."""
+    def recipes_question_rows(self, num_samples: int) -> Sequence[Mapping[str, Any]]:
+        """Return the fields of the row of each question; called on rank 0 alone."""
+
+    def recipes_answered(self) -> Sequence[int]:
+        """Return which of the questions this rank has answered last, in the order of its answers.
+
+        By number, as questions about different images have the same text.
+        """
 
 
 @runtime_checkable

@@ -3,7 +3,7 @@
 Most models have one tower of blocks, the attribute `blocks`. A model with several, such as an image encoder before a
 decoder, has a method `named_blocks()` instead, which returns them by name: `{"vision.blocks": …, "text.blocks": …}`.
 A model of values that a policy has as its child (`recipes.model.score.ValueModel`) adds its towers to those of the
-policy.
+policy. A model of which an adapter adapts some of the towers only has a method `adapted_blocks()` that returns these.
 """
 
 from collections.abc import Collection, Iterator
@@ -56,6 +56,12 @@ def _named_blocks(model: nn.Module) -> dict[str, Tower]:
 def list_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of all towers in the order in which they run; empty if the model has none."""
     return [block for tower in named_blocks(model).values() for block in _list_tower(tower)]
+
+
+def list_adapted_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks whose layers an adapter adapts: those that `adapted_blocks()` gives, else all."""
+    adapted_blocks = getattr(model, "adapted_blocks", None)
+    return list_blocks(model) if adapted_blocks is None else _list_tower(adapted_blocks())
 
 
 def list_units(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:

@@ -170,7 +170,8 @@ def build(resolved: ResolvedRun) -> Run:
     checkpoint = find_checkpoint(resolved.resume, folder)
     other_data = _find_other_data(resolved, checkpoint)
     model = resolved.config["model"]
-    published: str | None = model.get("pretrained") or model.get("name")
+    # of a model that is put together, the text side is that of its language model
+    published: str | None = model.get("pretrained") or model.get("name") or model.get("language")
     starts_from = None if checkpoint is not None else resolved.start_from
     if starts_from is not None and model.get("pretrained") is not None:
         resolved = resolved.with_settings({"model.pretrained": None})  # a reference to the name; the config is typed

@@ -28,10 +28,11 @@ _MERGES = ("t h", "th e", "l o", "s s", "lo ss", "i n", "e r", "a n")
 OWN = ("gpt2", "llama", "tied llama", "qwen3", "mixtral", "deepseek")
 PUBLISHED = ("any llama", "any qwen2")
 _LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8.0, "lora_dropout": 0.0, "target_modules": "all", "use_rslora": False}
+_LORA |= {"modules_to_save": []}
 ADAPTERS: dict[str, Any] = {
     "lora": lambda: Lora(**_LORA, use_dora=False),
     "dora": lambda: Lora(**_LORA, use_dora=True),
-    "ia3": lambda: IA3(target_modules="all", feedforward_modules=["down_proj"]),
+    "ia3": lambda: IA3(target_modules="all", feedforward_modules=["down_proj"], modules_to_save=[]),
     "qlora": lambda: Lora(**_LORA, use_dora=False, quantization="nf4"),
 }
 

@@ -1,6 +1,7 @@
 """A loss of two denominators, tasks that look at all ranks, images with every kind of targets, and a small model."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -257,6 +258,18 @@ class Captioned(MaskedImages):
             "image": torch.tensor(index),
             "targets": torch.where(self.classes[index] == IGNORE_INDEX, IGNORE_INDEX, 0),
         }
+
+
+def write_published(folder: Path, *, kind: str) -> Path:
+    """Write the config.json of a CLIP or SigLIP model of transformers that reads these images and captions."""
+    from transformers import AutoConfig
+
+    ids = {"vocab_size": 257, "bos_token_id": 1, "eos_token_id": 3, "pad_token_id": 3}  # as many as there are bytes
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text, images = {**ids, **sizes, "max_position_embeddings": 6}, {"image_size": 8, "patch_size": 4, "num_channels": 1}
+    config = AutoConfig.for_model(kind, text_config=text, vision_config={**sizes, **images}, projection_dim=8)
+    config.save_pretrained(folder)
+    return folder
 
 
 class TwoEncoders(nn.Module):

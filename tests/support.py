@@ -77,6 +77,16 @@ def needed_by(recipe: str, folder: Path, *, model: str = "") -> list[str]:
         config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
         (folder / "config.json").write_text(json.dumps(config))
         return [f"model.name={folder}", *needed_by(recipe, folder)]
+    if recipe in ("clip_scenes", "vlm_scenes"):  # they have models and data of their own
+        return []
+    if model == "llava" or recipe == "vlm_sft":
+        size = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+        text = {"model_type": "llama", "vocab_size": 2048, "num_key_value_heads": 2, **size}
+        tower = {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 16, **size}
+        config = {"model_type": "llava", "text_config": text, "vision_config": tower, "image_token_index": 2047}
+        (folder / "config.json").write_text(json.dumps(config))
+        further = [] if recipe == "vlm_sft" else needed_by(recipe, folder)
+        return [f"model.name={folder}", *needed_by("sft", folder), *further]
     if model == "clip" or recipe in ("clip", "siglip"):
         size = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
         towers = {"text_config": {"vocab_size": 2048, **size}, "vision_config": {"image_size": 32, **size}}

@@ -93,7 +93,9 @@ def test_rewards_are_metrics_and_see_the_row_of_each_question(plain_module, make
         return {"reward": [float(len(text)) for text in given["completions"]], "reward/own": [1.0, 0.0, 0.0, 0.0]}
 
     module = make_student(plain_module)
-    module.recipes_question_rows = lambda num_samples: {"2+2=": {"level": num_samples}}
+    # of questions in another order than the answers of the ranks
+    module.recipes_question_rows = lambda num_samples: [{"level": number} for number in range(num_samples)]
+    module.recipes_answered = lambda: [0, 2, 1, 3]
     trainer = fit(make_trainer, module, GenerationEval(num_samples=4, rewards=rewards))
     metrics = {name: float(trainer.callback_metrics[f"val/{name}"]) for name in ("reward", "reward/own", "exact_match")}
     assert metrics == {"reward": 5 / 4, "reward/own": 0.25, "exact_match": 0.5}
@@ -101,7 +103,7 @@ def test_rewards_are_metrics_and_see_the_row_of_each_question(plain_module, make
         "prompts": ["1+1=", "2+2=", "3+3=", "4+4="],
         "references": ["2", "4", "6", "8"],
         "completions": ["2", " 4\n", "7", ""],
-        "rows": [{}, {"level": 4}, {}, {}],
+        "rows": [{"level": 0}, {"level": 2}, {"level": 1}, {"level": 3}],
     }
     last = [json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").open()][-3]
     assert (last["score"], last["reward"], last["reward/own"]) == (1.0, 3.0, 0.0)

@@ -33,7 +33,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "deepseek": lambda: DeepSeekV3(**EXPERTS | LATENT),
 }
 LORA = functools.partial(
-    Lora, r=4, lora_alpha=8.0, lora_dropout=0.0, target_modules="all", use_rslora=False, use_dora=False
+    Lora,
+    r=4,
+    lora_alpha=8.0,
+    lora_dropout=0.0,
+    target_modules="all",
+    use_rslora=False,
+    use_dora=False,
+    modules_to_save=[],
 )
 ADAPTERS: dict[str, Callable[[], Any]] = {
     "none": NoAdapter,
@@ -41,7 +48,7 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
     "rslora": functools.partial(LORA, use_rslora=True),
     "dora": functools.partial(LORA, use_dora=True),
     "qlora": functools.partial(LORA, quantization="nf4"),
-    "ia3": lambda: IA3(target_modules="all", feedforward_modules=["mlp.out"]),
+    "ia3": lambda: IA3(target_modules="all", feedforward_modules=["mlp.out"], modules_to_save=[]),
 }
 OFTEN = [("experts", "none"), ("gpt2", "lora")]
 KINDS = [*((model, "none") for model in MODELS), *((model, name) for model in ("gpt2", "llama") for name in ADAPTERS)]

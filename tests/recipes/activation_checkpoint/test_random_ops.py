@@ -65,7 +65,15 @@ def decoder_error(option: dict[str, Any], *, adapter: bool, compiled: bool) -> f
     torch.manual_seed(0)
     model = GPT2(vocab_size=64, max_seq_len=16, num_layers=2, num_heads=2, hidden_size=16, dropout=0.2)
     if adapter:
-        lora = Lora(r=4, lora_alpha=8, lora_dropout=0.3, target_modules="all", use_rslora=False, use_dora=False)
+        lora = Lora(
+            r=4,
+            lora_alpha=8,
+            lora_dropout=0.3,
+            target_modules="all",
+            use_rslora=False,
+            use_dora=False,
+            modules_to_save=[],
+        )
         lora.apply(model)
     model.double()
     with torch.no_grad():
