@@ -96,7 +96,7 @@ def needed_by(recipe: str, folder: Path, *, model: str = "") -> list[str]:
     if model == "dual_encoder" and recipe != "clip_quickstart":  # which has data of its own
         return [f"data.path={write_captions(folder)}", *needed_by(recipe, folder)]
     if recipe.endswith("_nvme"):
-        return [f"strategy.nvme_path={folder}"]
+        return [f"strategy.nvme_path={folder}", *needed_by("", folder, model=model)]
     if recipe in RECIPES_OF_IMAGES or (model == "timm" and recipe != "vision_quickstart"):
         return [f"data.path={write_images(folder / 'photos')}"]
     path = folder / "rows.jsonl"

@@ -37,6 +37,9 @@ def check_vision_language(run: ResolvedRun) -> Iterator[ConfigError]:
             place = model.get(key)
             if place is not None and (missing := missing_published(place, f"model.{key}")):
                 yield missing
+    if model.get("image_token_id") == 0:
+        reason = "rows are padded with token 0, and padding would take features of images"
+        yield ConfigError("model.image_token_id=0", reason, "model.image_token_id=<another token>")
     length = model.get("image_seq_length")
     if isinstance(length, int) and run.seq_len is not None and run.seq_len <= length:
         reason = f"an image takes {length} tokens, and a row with one has no room for text"

@@ -84,6 +84,7 @@ def test_the_first_stage_changes_the_projector_alone(rows: Path, tmp_path: Path)
     ("typed", "said"),
     [
         *((([f"{part}_parallel_size=2"]), "Llava: it does not declare how it is sharded") for part in PARALLEL),
+        (["model.image_token_id=0"], "model.image_token_id=0: rows are padded with token 0"),
         (["seq_len=4"], "seq_len=4: an image takes 4 tokens, and a row with one has no room for text"),
         (["model.vision=clip_nano"], "the first is a whole model, and the other a part of one"),
         (["model.name=null"], "model.vision=null: a model is put together from a tower of images and a language"),
