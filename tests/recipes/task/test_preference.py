@@ -216,6 +216,11 @@ def test_predictions_are_compared_with_the_reference_of_the_run(reference: str, 
     ("typed", "reason"),
     [
         (("task.reference=frozen_copy", "adapter=lora"), "would hold them twice; type task.reference=adapter_off"),
+        (
+            ("adapter=lora", "adapter.modules_to_save=[lm_head]"),
+            "change in the training; type adapter.modules_to_save=[]",
+        ),
+        (("task.reference=precomputed", "adapter=lora", "adapter.modules_to_save=[lm_head]"), "change in the training"),
         (("task.reference=frozen_copy", *ZERO_3), "and of no reference beside it; type strategy=fsdp"),
         (("task.reference=frozen_copy", "tensor_parallel_size=2", *FSDP), "type tensor_parallel_size=1, or task"),
         (("task.reference=frozen_copy", "loss=simpo"), "asks no reference; type task.reference=auto"),

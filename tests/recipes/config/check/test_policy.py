@@ -86,6 +86,10 @@ MISTAKES = {
         "task.reference=frozen_copy adapter=lora: the weights beside the adapter are frozen already, and a copy would"
         " hold them twice; type task.reference=adapter_off"
     ),
+    "adapter=lora adapter.modules_to_save=[lm_head] loss.beta=0.1": (
+        "task.reference=adapter_off adapter.modules_to_save=[lm_head]: the reference is the model without its adapter,"
+        " and these modules change in the training; type adapter.modules_to_save=[], or loss.beta=0"
+    ),
     "loss.beta=0.1 strategy=fsdp tensor_parallel_size=2 trainer.devices=2": (  # of task.reference=auto
         "task.reference=frozen_copy tensor_parallel_size=2 task=policy: the reference is sharded over the ranks of"
         " strategy=fsdp only; type tensor_parallel_size=1, or loss.beta=0"
