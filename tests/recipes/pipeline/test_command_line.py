@@ -248,7 +248,7 @@ def test_a_stage_without_its_pipeline_is_answered_with_the_pipelines() -> None:
     typed = ["stages.sft.optimizer.lr=1"]
     [mistake] = compose_and_check(typed, config_folder=CONF, config_name="config")[1]
     assert (mistake.setting, mistake.reason) == (typed[0], "only a pipeline has stages")
-    assert mistake.fix == "pipeline=<chat_nano> stages.sft.optimizer.lr=1"
+    assert mistake.fix == "pipeline=<chat_nano | llava | vlm_nano> stages.sft.optimizer.lr=1"
 
 
 def test_a_run_that_saves_nothing_has_no_stage_after_it(own: Path) -> None:
