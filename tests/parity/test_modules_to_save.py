@@ -13,7 +13,7 @@ from recipes.checkpoint.saved_tensor import open_tensors
 
 RESUME = Path(__file__).parent / "resume_ranks.py"
 SEQ_LEN = 32
-ON_TWO = ["ddp", "fsdp", "ZeRO-3", *(["ZeRO-1", "ZeRO-2", "ZeRO-3, offload"] if IS_LONG else [])]
+ON_TWO = ["fsdp", "ZeRO-3", *(["ddp", "ZeRO-1", "ZeRO-2", "ZeRO-3, offload"] if IS_LONG else [])]
 PROJECTOR = "model.inner.model.multi_modal_projector."
 
 

@@ -32,7 +32,7 @@ ENGINES = {
     "ZeRO-2": (2, ["strategy=deepspeed_stage_2"]),
     "ZeRO-3": (2, ["strategy=deepspeed_stage_3"]),
 }
-RUN = [("projector", "single"), ("adapter", "single"), ("language", "ZeRO-3")]
+RUN = [("projector", "single"), ("language", "ZeRO-3")]
 RUN += [(stage, engine) for stage in STAGES for engine in ENGINES if (stage, engine) not in RUN] if IS_LONG else []
 
 
