@@ -25,7 +25,7 @@ from recipes.data.captions import CaptionColumns, CaptionTokens, hash_caption, l
 from recipes.data.image_folder import Files
 from recipes.data.image_shards import ImagesInShards
 from recipes.data.image_table import ImageRows, locate_validation
-from recipes.data.images import Images, ImageSource, ImageSplit, ListedImages, Names, OnBadImage
+from recipes.data.images import Images, ImageSource, ImageSplit, ImageStore, ListedImages, Names, OnBadImage
 from recipes.data.read_rows import HUB
 from recipes.errors import ConfigError
 from recipes.files import count
@@ -313,6 +313,21 @@ class CaptionedSplit(ImageSplit):
             captions=Names(caption for captions in of_image for caption in captions),
             begins=np.cumsum([0, *map(len, of_image)], dtype=np.int64),
             num_empty=num_empty,
+        )
+
+    @classmethod
+    def of_one_each(cls, store: ImageStore, keys: Iterable[str], captions: Sequence[str]) -> "CaptionedSplit":
+        """Return the images of a store, each with a caption and no class."""
+        number = len(captions)
+        return cls(
+            store=store,
+            keys=Names(keys),
+            numbers=np.arange(number, dtype=np.int64),
+            targets=torch.zeros(number, dtype=torch.int64),
+            class_names=None,
+            captions=Names(captions),
+            begins=np.arange(number + 1, dtype=np.int64),
+            num_empty=0,
         )
 
     @cached_property

@@ -6,8 +6,6 @@ Shapes: N images, S x S pixels.
 from collections.abc import Sequence
 from typing import Annotated
 
-import numpy as np
-import torch
 from typing_extensions import override
 
 from recipes.data.draws import rng_at
@@ -83,16 +81,8 @@ class Scenes(CaptionSource):
     def _describe(self, split: str, scenes: Sequence[str]) -> CaptionedSplit:
         drawn = DrawnScenes(scenes, SEEDS[split], self._image_size)
         captions = [*scenes[1:], scenes[0]] if self._shuffles and split == "train" else scenes
-        return CaptionedSplit(
-            store=drawn,
-            keys=Names(f"{split} {drawn.name(number)}" for number in range(len(scenes))),
-            numbers=np.arange(len(scenes), dtype=np.int64),
-            targets=torch.zeros(len(scenes), dtype=torch.int64),
-            class_names=None,
-            captions=Names(captions),
-            begins=np.arange(len(scenes) + 1, dtype=np.int64),
-            num_empty=0,
-        )
+        keys = (f"{split} {drawn.name(number)}" for number in range(len(scenes)))
+        return CaptionedSplit.of_one_each(drawn, keys, captions)
 
 
 class DrawnScenes:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import torch
 from typing_extensions import override
 
 from recipes.data.draws import rng_at
@@ -88,16 +87,7 @@ class Words(CaptionSource):
         return {"train": self._draw(chosen, captions), "val": self._draw(held_out, held_out)}
 
     def _draw(self, words: Sequence[str], captions: Sequence[str]) -> CaptionedSplit:
-        return CaptionedSplit(
-            store=_DrawnWords(words, self._image_size),
-            keys=Names(words),
-            numbers=np.arange(len(words), dtype=np.int64),
-            targets=torch.zeros(len(words), dtype=torch.int64),
-            class_names=None,
-            captions=Names(captions),
-            begins=np.arange(len(words) + 1, dtype=np.int64),
-            num_empty=0,
-        )
+        return CaptionedSplit.of_one_each(_DrawnWords(words, self._image_size), words, captions)
 
 
 class _DrawnWords:

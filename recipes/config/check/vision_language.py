@@ -15,6 +15,7 @@ from recipes.foreign_file import missing_published
 
 _READS_IMAGES = "reads_images"
 _PLACE = "<image>"  # of an image in a prompt
+_PROJECTOR = "multi_modal_projector"
 _SIZES = ("image_token_id", "image_seq_length", "image_size", "in_channels", "vocab_size")
 NULL_SIZES = tuple(f"model.{size}=null" for size in _SIZES)  # errors where the files that say them are not named
 _PARTS = ("vision", "language")
@@ -37,6 +38,7 @@ def check_vision_language(run: ResolvedRun) -> Iterator[ConfigError]:
             place = model.get(key)
             if place is not None and (missing := missing_published(place, f"model.{key}")):
                 yield missing
+    yield from _check_projector(run)
     if model.get("image_token_id") == 0:
         reason = "rows are padded with token 0, and padding would take features of images"
         yield ConfigError("model.image_token_id=0", reason, "model.image_token_id=<another token>")
@@ -70,6 +72,19 @@ def _check_images_of_mode(run: ResolvedRun, *, reads: bool) -> Iterator[ConfigEr
 
 def _are(number: int) -> str:
     return f"{'is' if number == 1 else 'are'} {number or 'none'}"
+
+
+def _check_projector(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Check that a new projector is not frozen beside an adapter: nothing would ever learn to read images."""
+    model, adapter = run.config["model"], run.config.get("adapter") or {}
+    is_new = model.get("name") is None and run.start_from is None and run.resume in (None, "auto")
+    saved = adapter.get("modules_to_save") or []
+    if not run.mode.takes_steps or run.adapter is None or not is_new or any(_PROJECTOR in name for name in saved):
+        return
+    reason = "the projector of a model that is put together is new, and would stay as the seed draws it"
+    named = ",".join([*saved, _PROJECTOR])
+    fix = f"adapter.modules_to_save=[{named}], or start_from=<a run that has trained one>"
+    yield ConfigError(f"adapter={run.adapter} model.name=null", reason, fix)
 
 
 def check_parts(model: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -103,6 +103,15 @@ def test_what_cannot_be_trained_is_a_mistake_of_the_config(
     assert said in "\n".join(map(str, mistakes))
 
 
+def test_a_new_projector_is_trained_beside_an_adapter() -> None:
+    """An adapter freezes all else, and a projector that the seed draws would never learn."""
+    typed = ["recipe=vlm_scenes", "adapter=lora"]
+    _, [mistake] = compose_and_check(typed)
+    assert mistake.setting == "adapter=lora model.name=null"
+    assert "adapter.modules_to_save=[multi_modal_projector]" in mistake.fix
+    assert not compose_and_check([*typed, "adapter.modules_to_save=[multi_modal_projector]"])[1]
+
+
 def test_a_model_of_tokens_alone_is_refused() -> None:
     _, mistakes = compose_and_check(["task=vision_language"])
     reason = "model=gpt2_nano task=vision_language: it reads tokens alone, and the rows of this task hold images"
