@@ -196,10 +196,22 @@ class ImageTokens:
 
 
 class FoundImage(NamedTuple):
-    """An image that is there: its file, or its content and an empty path."""
+    """An image that is there: its file, or its content and an empty path.
+
+    Attributes:
+        path: Absolute.
+        content: Of an image that is no file.
+        typed: The path as the row gives it, without `./` and the like.
+    """
 
     path: str
     content: bytes
+    typed: str = ""
+
+    @property
+    def name(self) -> str:
+        """Equal wherever the rows lie with their images, so that moving a data set does not change its splits."""
+        return self.typed or self.key
 
     @property
     def key(self) -> str:
@@ -239,7 +251,7 @@ class ImageFinder:
             reason = f"its image is {shown}: {describe_missing(file)}; paths are relative to {relative}"
             raise ConfigError(row.place, reason, "data.image_folder=<folder of the images>")
         self._check(str(file), f"{row.place}, {file}", "another copy of the image, or the rows without it")
-        return FoundImage(str(file), b"")
+        return FoundImage(str(file), b"", os.path.normpath(image))
 
     def _check(self, image: str | bytes, name: str, fix: str) -> None:
         try:

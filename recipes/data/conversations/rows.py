@@ -51,8 +51,10 @@ class ImageReader:
         """
         fix = "another copy of the image, or the rows without it"
         return [
-            self._decode(path, content, place=", ".join(filter(None, (store.place(example), path))), fix=fix)
-            for path, content in store.images(example, number)
+            self._decode(
+                image.path, image.content, place=", ".join(filter(None, (store.place(example), image.path))), fix=fix
+            )
+            for image in store.images(example, number)
         ]
 
     def read_file(self, path: str, *, setting: str) -> Tensor:

@@ -33,7 +33,7 @@ from recipes.files import count
 log = logging.getLogger("lightning_recipes")
 Encoder = Callable[[Example], Tokenized]  # picklable
 
-FORMAT_VERSION = 7  # increase when the same key produces different files
+FORMAT_VERSION = 8  # increase when the same key produces different files
 _TASK_BYTES = 1024 * 1024
 _TASK_ROWS = 4096
 _ROWS_PER_PROCESS = 2000  # with fewer per process, starting it (~2 s with a chat template) does not pay off
@@ -298,7 +298,7 @@ def _encode_example(example: Example, row: Row, tokenizer: Encoder, finder: Imag
     return Encoded(
         row.place,
         # questions about one image, or the same one about many, tell what an unseen image is
-        hash_text(images[0].key if images else example.question),
+        hash_text(images[0].name if images else example.question),
         not isinstance(example.answer, str),
         tuple(dict.fromkeys(example.silenced_by)),
         example.unread,

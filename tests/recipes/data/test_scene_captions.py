@@ -30,6 +30,7 @@ def _source(folder: Path, **settings: Any) -> SceneCaptions:
     common: dict[str, Any] = {"chat_template": "auto", "tokenizer": Bytes(), "seq_len": 256, "cache_dir": str(folder)}
     common |= {"questions": ["what"], "num_scenes": 300, "image_size": 32, "num_processes": 1, "train_on": "answers"}
     common |= {"as_text": True, "shuffle_words": True, "shuffle_answers": False, "packing": True}
+    common |= {"image_token_id": None, "image_seq_length": None, "transform": {}}
     return SceneCaptions(**common | settings)
 
 

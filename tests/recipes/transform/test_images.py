@@ -229,4 +229,4 @@ def test_a_damaged_description_of_a_published_model_is_named(tmp_path: Path) -> 
         make_transform(**open_settings, model=str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     other = make_transform(**open_settings, model=str(tmp_path))
-    assert f"usual for ImageNet, because {tmp_path} is no CLIP or SigLIP model" in other.describe_origin()
+    assert f"usual for ImageNet, because {tmp_path} is no CLIP, SigLIP or LLaVA model" in other.describe_origin()

@@ -342,6 +342,21 @@ def test_rows_about_one_image_are_in_one_split(tmp_path: Path) -> None:
     assert len(source.val().examples) == 4 * len(files[1])
 
 
+def test_a_data_set_that_is_moved_with_its_images_keeps_its_splits(tmp_path: Path) -> None:
+    found = []
+    for place in ("here", "there", "far/away"):
+        (tmp_path / place).mkdir(parents=True)
+        names = write_images(tmp_path / place, 24)
+        rows = [
+            {"prompt": "What?", "completion": "a", "image": prefix + name} for name in names for prefix in ("", "./")
+        ]
+        val = source_of(tmp_path / place, rows, val_path=None, val_fraction=0.5).val()
+        found.append([Path(*of_example).name for index in range(len(val)) for of_example in val.list_images(index)])
+    assert found == [found[0]] * 3
+    assert 0 < len(found[0]) < 48
+    assert found[0][::2] == found[0][1::2], "however a row spells the path"
+
+
 def test_the_fingerprint_changes_with_images_their_tokens_and_what_is_made_of_them(tmp_path: Path) -> None:
     names = write_images(tmp_path, 3)
     (tmp_path / "other").mkdir()

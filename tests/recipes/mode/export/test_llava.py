@@ -29,9 +29,10 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def source_of(run: Path) -> Any:
-    """Return the data of the run, most of it for validation."""
+    """Return the data of the run, all of it for validation."""
     is_of_parts = not (run.parent / "published" / "config.json").exists()
-    typed = [*list_overrides(run.parent, is_of_parts=is_of_parts), "data.val_fraction=0.85"]
+    typed = [each for each in list_overrides(run.parent, is_of_parts=is_of_parts) if "val_fraction" not in each]
+    typed.append(f"data.val_path={run.parent / 'questions.jsonl'}")
     source = build(resolved(composed_config(*typed), run.parent / "unused")).data.source
     source.prepare()
     return source
@@ -40,7 +41,7 @@ def source_of(run: Path) -> Any:
 def test_the_processor_gives_the_ids_and_the_pixels_of_training(run: Path) -> None:
     processor = hf.AutoProcessor.from_pretrained(run / "export")
     source = source_of(run)
-    number = 12
+    number = 20
     questions = zip(source.questions(number), source.question_images(number), source.question_rows(number), strict=True)
     seen = set()
     for (prompt, _), images, row in questions:
