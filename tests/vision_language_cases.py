@@ -55,6 +55,21 @@ def write_llava(
     return folder
 
 
+def make_parts(folder: Path, *, vision: str, language: str, **sizes: Any) -> tuple[Any, Any]:
+    """Write a model of images and text and a language model with weights, and return both."""
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    tower = {**SIZES, "num_hidden_layers": 3, "image_size": IMAGE_SIZE, "patch_size": 4}
+    text = {**SIZES, "num_hidden_layers": 1, "vocab_size": 50, "projection_size": 32}
+    both = AutoModel.from_config(AutoConfig.for_model(vision, vision_config=tower, text_config=text))
+    own = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 1, "vocab_size": 60, **sizes}
+    causal = AutoModelForCausalLM.from_config(AutoConfig.for_model(language, **own))
+    both.save_pretrained(folder / "vision")
+    causal.save_pretrained(folder / "language")
+    return both, causal.eval()
+
+
 def make_llava(folder: Path, *, pretrained: str | None = None) -> Llava:
     """Return the model of a folder that `write_llava` has written, on the current device."""
     return Llava(

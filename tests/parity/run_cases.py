@@ -2,7 +2,8 @@
 
 A case is a list of overrides and nodes of data, loss and task that replace the composed ones; its result is the rows of
 metrics.csv and, if `count` is set, the bytes held by this rank. `overflow` selects a step and a rank,
-`tensors` the tensors of the last checkpoint whose norms are in the result.
+`tensors` the tensors of the last checkpoint whose norms are in the result. If `gradients` is set, those of the first
+step are in it, of every parameter, as far as the engine has them at the parameters.
 """
 
 import contextlib
@@ -19,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
 from recipes.build import build  # noqa: E402  # isort: skip  # before Lightning, as in conftest.py
 
+import lightning  # noqa: E402
 from held_bytes import HeldBytes  # noqa: E402
 from support import COMPOSED, OverflowAt, composed_config, read_metrics, resolved  # noqa: E402
 
@@ -31,6 +34,20 @@ from recipes.checkpoint.saved_tensor import open_tensors  # noqa: E402
 from recipes.model.init import unsharded_shape  # noqa: E402
 from recipes.strategy.deepspeed import strategy  # noqa: E402
 from recipes.strategy.deepspeed.partition import gather_in_compute_dtype  # noqa: E402
+
+
+class FirstGradients(lightning.Callback):
+    """Keeps the gradients of the first step, before they are clipped."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[float]] = {}
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        if trainer.global_step == 0:
+            for name, parameter in module.model.named_parameters():
+                if parameter.grad is not None:
+                    whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+                    self.of[name] = whole.flatten().tolist()
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -45,6 +62,9 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     counter = HeldBytes()
     if "count" in case:
         run.trainer.callbacks.append(counter)  # type: ignore[attr-defined]
+    gradients = FirstGradients()
+    if "gradients" in case:
+        run.trainer.callbacks.append(gradients)  # type: ignore[attr-defined]
     if "overflow" in case:
         run.trainer.callbacks.insert(0, OverflowAt(**case["overflow"]))  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
@@ -60,6 +80,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "rows": read_metrics(folder) if run.trainer.is_global_zero else [],
         "held_bytes": counter.most,
         "num_parameters": num_parameters,
+        "gradients": gradients.of,
     }
 
 

@@ -78,7 +78,8 @@ def of_captions(strategy: str, *, accumulate: int, world_size: int, loss: str) -
     overrides = [changed.get(each, each) for each in made["overrides"] if not each.startswith("task.")]
     unread = ("num_classes", "in_channels", "image_size", "random_crop_padding", "random_horizontal_flip", "targets")
     overrides += ["data._target_=loss_cases.Captioned", *(f"~data.{setting}" for setting in unread), f"loss={loss}"]
-    return {"overrides": overrides, "data": {"_target_": "loss_cases.Captioned", "num_samples": 50}}
+    data = {"_target_": "loss_cases.Captioned", "num_samples": 50}
+    return {"overrides": overrides, "data": data, "gradients": True}
 
 
 def of_towers(strategy: str, *, accumulate: int, world_size: int) -> dict[str, Any]:
@@ -223,3 +224,24 @@ def test_the_curve_is_that_of_one_large_batch_on_one_device(results: dict[str, A
             for row in rows:
                 assert 0 < 0.05 * row["train/even_square"] < row["train/loss"], name
             assert 0 < 0.05 * rows[-1]["val/even_square"] < rows[-1]["val/loss"], name
+
+
+def test_every_parameter_of_two_encoders_has_the_gradient_of_one_large_batch(results: dict[str, Any]) -> None:
+    """A gather without gradient divides that of a feature by the ranks, or leaves out a part (open_clip#616, #894).
+
+    The one of the scale must not grow with the micro-batches either, nor with the ranks. DeepSpeed has no gradients at
+    the parameters: its curve alone is compared.
+    """
+    with_gradients = {name for name, result in results.items() if result["gradients"]}
+    for name in with_gradients:
+        found, expected = results[name]["gradients"], results[f"{name.partition(',')[0]}, single x1"]["gradients"]
+        assert found.keys() == expected.keys(), name
+        for parameter, gradient in expected.items():
+            largest = max(map(abs, gradient))
+            difference = max(abs(one - other) for one, other in zip(found[parameter], gradient, strict=True))
+            if largest < 1e-6:  # what is left of a sum that is 0: of biases that change no softmax
+                assert difference < 1e-6, (name, parameter, difference)
+            else:
+                assert difference <= 1e-5 * largest, (name, parameter, difference / largest)
+    on_ranks = {name for name in with_gradients if "single" not in name}
+    assert IS_LONG or on_ranks >= {"clip, ddp x2", "clip, fsdp x2", "siglip, fsdp x1"}

@@ -250,7 +250,8 @@ def _write(run: Run, model: Any, folder: Path, layout: str, example: Tensor | No
     status.say(f"writing {folder}, and reading it back")
     if layout == "transformers":
         pixels = find_pixels(run)
-        if getattr(model, "reads_images", False) and pixels is None:
+        is_of_both = getattr(model, "reads_images", False) or getattr(model, "input_kind", None) == "images_and_text"
+        if is_of_both and pixels is None:
             LOGGER.info("No processor is exported: the data of the run does not say what is made of an image")
         export_pretrained(model, folder, tokenizer_folder=tokenizer_folder, published=run.published, pixels=pixels)
         return _READ_BACK, {}

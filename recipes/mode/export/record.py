@@ -139,9 +139,10 @@ def describe_preprocessing(run: Run, model: Any) -> dict[str, Any]:
 
 
 def find_pixels(run: Run) -> Pixels | None:
-    """Return what an image among tokens was made into; None where the data reads none."""
-    reader = getattr(run.data.source, "image_reader", None)
-    return None if reader is None else reader.transform.pixels
+    """Return what an image among tokens, or with a caption, was made into; None where the data reads none."""
+    source = run.data.source
+    transform = getattr(getattr(source, "image_reader", source), "transform", None)
+    return transform.pixels if isinstance(transform, ImageTransform) else None
 
 
 def describe_outputs(run: Run, model: Any, example: Tensor | None) -> dict[str, Any]:

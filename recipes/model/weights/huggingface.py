@@ -47,7 +47,7 @@ from recipes.model.weights.hf_format import FITTING_FOLDER, Entry, Format, HFCon
 from recipes.model.weights.hf_gpt2 import GPT2Format
 from recipes.model.weights.hf_llama import LlamaFormat
 from recipes.model.weights.hf_mixtral import MixtralFormat
-from recipes.model.weights.llava_processor import LlavaProcessorFiles
+from recipes.model.weights.llava_processor import LlavaProcessorFiles, write_pixels
 from recipes.model.weights.text_side import EXPORT_FILES, end_texts, load_exported_tokenizer, writing_text_side
 from recipes.tokenizer import TOKENIZER_FILE
 from recipes.transform.published import Pixels
@@ -122,7 +122,7 @@ def export_pretrained(
         folder: Created if necessary; existing files with the same names are overwritten.
         tokenizer_folder: Source of the tokenizer; None: that of the published model, if there is one.
         published: Folder or hub name that the weights came from; None: that of the model, if it has one.
-        pixels: What a model that reads images among tokens reads, for its processor; None: it is not known, and there
+        pixels: What a model of images and text makes of an image, for its processor; None: it is not known, and there
             is none.
 
     Raises:
@@ -144,7 +144,9 @@ def export_pretrained(
             else:
                 _write_weights(model, target)
         if isinstance(model, TransformersImageText) and (target / TOKENIZER_FILE).is_file():
-            end_texts(target)
+            end_texts(target, max_seq_len=model.max_seq_len)
+        if isinstance(model, TransformersImageText) and pixels is not None:
+            write_pixels(pixels, target)
         if processor is not None:
             processor.write(target)
 

@@ -96,7 +96,7 @@ class LlavaProcessorFiles:
             "vision_feature_select_strategy": config.vision_feature_select_strategy,
         }
         _write(folder / PROCESSOR_FILE, settings)
-        _write(folder / PIXELS_FILE, describe_pixels(self._pixels))
+        write_pixels(self._pixels, folder)
         # a token of an image is never generated, as in mode=sample
         generation = json.loads((folder / GENERATION_FILE).read_text(encoding="utf-8"))
         _write(folder / GENERATION_FILE, generation | {"suppress_tokens": [self._images.id]})
@@ -113,6 +113,11 @@ class LlavaProcessorFiles:
         if number != self._images.length:
             what = f"transformers gives an image {number} tokens, not {self._images.length}"
             raise OSError(f"{folder / PROCESSOR_FILE}: {what}")
+
+
+def write_pixels(pixels: Pixels, folder: Path) -> None:
+    """Write what an image processor of transformers reads."""
+    _write(folder / PIXELS_FILE, describe_pixels(pixels))
 
 
 def describe_pixels(pixels: Pixels) -> dict[str, Any]:

@@ -129,10 +129,15 @@ def writing_text_side(folder: Path, *, tokenizer: Tokenizer | None, published: s
     _write_ids(folder, tokenizer, source)
 
 
-def end_texts(folder: Path) -> None:
+def end_texts(folder: Path, *, max_seq_len: int) -> None:
     """Let the tokenizer of an export end every text, where a model of captions reads it, as in training.
 
-    That of a language model does not: an end after a prompt would leave nothing to continue.
+    It cuts and pads them as in training, too. That of a language model does not end them: an end after a prompt would
+    leave nothing to continue.
+
+    Args:
+        folder: The export.
+        max_seq_len: Tokens that the model reads.
 
     Raises:
         OSError: transformers gives other ids.
@@ -147,6 +152,9 @@ def end_texts(folder: Path) -> None:
     known = [(text, backend.token_to_id(text)) for text in {*first, end}]
     backend.post_processor = TemplateProcessing(single=[*first, "$A", end], special_tokens=known)
     write_atomically(file, backend.to_str(pretty=True))
+    padding = tokenizer.find_id("pad")
+    settings = _read(folder / SETTINGS_FILE) | {"model_max_length": max_seq_len}
+    _write(folder / SETTINGS_FILE, settings | {"pad_token": end if padding is None else tokenizer.spell(padding)})
     expected = [*tokenizer.first_tokens, *tokenizer.encode(_CAPTION), tokenizer.end_of_text]
     found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)(_CAPTION).input_ids
     if found != expected:

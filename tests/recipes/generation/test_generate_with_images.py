@@ -23,6 +23,7 @@ torch.set_num_threads(1)
 
 @pytest.mark.parametrize("vision", ["clip_vision_model", "siglip_vision_model"])
 def test_greedy_tokens_are_those_of_transformers_for_rows_of_no_one_and_two_images(tmp_path: Path, vision: str) -> None:
+    """Padded on one side, and their images on the other, prompts of several lengths would see others' (trl#5785)."""
     model, images = model_of(tmp_path, vision=vision), images_of(NUM_IMAGES)
     expected = []
     for prompt, of_prompt in zip(PROMPTS, images, strict=True):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from vision_language_cases import IMAGE_SIZE, IMAGE_TOKEN, PATCHES, SIZES, VOCAB_SIZE, write_llava
+from vision_language_cases import IMAGE_SIZE, IMAGE_TOKEN, PATCHES, VOCAB_SIZE, make_parts, write_llava
 
 from recipes.config.published import read_llava_size
 from recipes.errors import ConfigError
@@ -39,21 +39,6 @@ def make_published(folder: Path, **sizes: Any) -> Any:
     nn.init.normal_(model.lm_head.weight, std=0.3)
     model.save_pretrained(folder)
     return model.eval()
-
-
-def make_parts(folder: Path, *, vision: str, language: str, **sizes: Any) -> tuple[Any, Any]:
-    """Write a model of images and text and a language model with weights, and return both."""
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-
-    torch.manual_seed(1)
-    tower = {**SIZES, "num_hidden_layers": 3, "image_size": IMAGE_SIZE, "patch_size": 4}
-    text = {**SIZES, "num_hidden_layers": 1, "vocab_size": 50, "projection_size": 32}
-    both = AutoModel.from_config(AutoConfig.for_model(vision, vision_config=tower, text_config=text))
-    own = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 1, "vocab_size": 60, **sizes}
-    causal = AutoModelForCausalLM.from_config(AutoConfig.for_model(language, **own))
-    both.save_pretrained(folder / "vision")
-    causal.save_pretrained(folder / "language")
-    return both, causal.eval()
 
 
 def make_rows() -> tuple[Tensor, Tensor]:

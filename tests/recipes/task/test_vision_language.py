@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from support import composed_config, resolved
 from vision_language_cases import write_llava
 
 import lightning_recipes as lr
+from recipes.build import build
 from recipes.config import compose_and_check
 
 PARTS = ("vision_tower", "multi_modal_projector", "language_model", "lm_head")
@@ -50,6 +52,28 @@ def of_stage(rows: Path, folder: Path, *typed: str) -> list[str]:
 
 def get_weights(run: Any) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in run.load().named_parameters()}
+
+
+@pytest.mark.parametrize("train_on", ["answers", "all"])
+def test_the_loss_is_that_of_transformers_with_labels_that_it_shifts(rows: Path, tmp_path: Path, train_on: str) -> None:
+    """Labels that are not shifted let a model copy what it reads, and its loss falls to 0 (KempnerForge#154)."""
+    typed = ["data.packing=false", f"data.train_on={train_on}", "trainer.max_steps=2", "eval_every=2", "save_every=2"]
+    typed = of_stage(rows, tmp_path, *typed, "eval_samples=null")
+    source = build(resolved(composed_config(*typed), tmp_path / "unused")).data.source
+    trained = lr.compose(*typed).fit()
+    source.prepare()
+    model, total, number = trained.load().inner, 0.0, 0
+    for row in map(source.val().__getitem__, range(len(source.val()))):
+        labels = torch.cat([torch.tensor([-100]), row["targets"]])  # as transformers takes them, [T + 1]
+        tokens = torch.cat([row["inputs"], row["targets"][-1:].clamp(min=0)])
+        own = {"input_ids": tokens[None], "labels": labels[None]}
+        images = {"pixel_values": row["images"]} if len(row["images"]) else {}
+        counted = int((labels != -100).sum())
+        with torch.no_grad():
+            total += model(**own, **images).loss.item() * counted
+        number += counted
+    [logged] = [row["val/loss"] for row in trained.rows if "val/loss" in row]
+    assert logged == pytest.approx(total / number, rel=1e-5)
 
 
 @pytest.mark.parametrize("packing", [True, False])
