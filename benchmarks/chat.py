@@ -1,8 +1,8 @@
-"""Measure `make chat`: the time of each stage, and what the model can do after it.
+"""Measure `make chat`, or a vision-language model: the time of each stage, and what the model can do after it.
 
-The stages are those of conf/pipeline/chat_nano.yaml, each a run of its own. `exact match` is the share of the held-out
-questions, the same ones after each stage, whose whole greedy answer is right, as `mode=evaluate` finds it; `± s.d.` is
-the standard deviation of that share.
+The stages are those of conf/pipeline/chat_nano.yaml, each a run of its own; of vlm_nano.yaml, if `vlm_nano` is typed.
+`exact match` is the share of the held-out questions, the same ones after each stage, whose whole greedy answer is
+right, as `mode=evaluate` finds it; `± s.d.` is the standard deviation of that share.
 
 `python benchmarks/chat.py killed` kills the pipeline with all its processes at a random step of two stages, starts it
 again, and compares its stages with those of one that was not killed: that of a folder that is typed, or another one.
@@ -35,15 +35,15 @@ SEED = 11  # of the steps at which it is killed
 NUM_KILLS = 2
 
 
-def start(folder: Path) -> subprocess.Popen[bytes]:
-    """Start the pipeline in a folder, as the leader of a process group."""
-    command = [sys.executable, "train.py", "pipeline=chat_nano", f"hydra.run.dir={folder}"]
+def start(folder: Path, pipeline: str = "chat_nano") -> subprocess.Popen[bytes]:
+    """Start a pipeline in a folder, as the leader of a process group."""
+    command = [sys.executable, "train.py", f"pipeline={pipeline}", f"hydra.run.dir={folder}"]
     return subprocess.Popen(command, cwd=ROOT, start_new_session=True)
 
 
-def finish(folder: Path) -> None:
-    """Run the pipeline to its end."""
-    process = start(folder)
+def finish(folder: Path, pipeline: str = "chat_nano") -> None:
+    """Run a pipeline to its end."""
+    process = start(folder, pipeline)
     if process.wait() != 0:
         raise subprocess.CalledProcessError(process.returncode, process.args)
 
@@ -76,10 +76,10 @@ def read_stage(name: str, run: Path, seconds: float | None) -> dict[str, Any]:
     return row | {"exact match": f"{share:.3f}", "± s.d.": f"{deviation:.3f}", "questions": num_asked}
 
 
-def measure_time(folder: Path) -> list[dict[str, Any]]:
-    """Return the result rows of all stages, and of all together."""
+def measure_time(folder: Path, pipeline: str) -> list[dict[str, Any]]:
+    """Return the result rows of all stages of a pipeline, and of all together."""
     began = time.monotonic()
-    finish(folder)
+    finish(folder, pipeline)
     minutes = (time.monotonic() - began) / 60
     stages = read_stages(folder)
     rows = [read_stage(name, folder / stage["folder"], stage.get("seconds")) for name, stage in stages.items()]
@@ -161,8 +161,11 @@ def main() -> None:
     kills, typed = sys.argv[1:2] == ["killed"], [Path(text).absolute() for text in sys.argv[2:]]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if sys.argv[1:2] == ["vlm_nano"]:
+            report("vlm_nano", measure_time(folder / "vlm", "vlm_nano"), command="python benchmarks/chat.py vlm_nano")
+            return
         if not kills:
-            report("chat", measure_time(folder / "chat"), command="python benchmarks/chat.py")
+            report("chat", measure_time(folder / "chat", "chat_nano"), command="python benchmarks/chat.py")
             return
         if not typed:
             finish(folder / "undisturbed")
