@@ -18,8 +18,8 @@ _MAX_SHOWN = 100  # characters of a value in an error
 _NESTED = ("text_config", "vision_config")  # in models of several towers
 # what transformers (5.24) takes for a size that the file of such a model leaves out, as it writes no defaults
 _DEFAULTS = {
-    "clip": {"vocab_size": 49408, "max_position_embeddings": 77, "image_size": 224},
-    "siglip": {"vocab_size": 32000, "max_position_embeddings": 64, "image_size": 224},
+    "clip": {"vocab_size": 49408, "max_position_embeddings": 77, "image_size": 224, "num_channels": 3},
+    "siglip": {"vocab_size": 32000, "max_position_embeddings": 64, "image_size": 224, "num_channels": 3},
 }
 # of towers, whose model_type a file may leave to that of the whole model; and of a LLaVA model that names none
 _KIND_OF_TOWER = {"clip": "clip_vision_model", "siglip": "siglip_vision_model"}

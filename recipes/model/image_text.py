@@ -48,6 +48,7 @@ class TransformersImageText(TwoTowers):
         pretrained: Folder or hub name of weights to start from; None: random weights by the rules of the model.
         max_seq_len: T; None: as many as the model has positions, and SigLIP takes no other number.
         image_size: S; None: that of config.json, which is the only one that the model takes.
+        in_channels: C, as in config.json; None: that.
         vocab_size: V, as in config.json; None: that.
 
     Raises:
@@ -64,6 +65,7 @@ class TransformersImageText(TwoTowers):
         pretrained: str | None,
         max_seq_len: Annotated[int, ">= 1"] | None,
         image_size: Annotated[int, ">= 1"] | None,
+        in_channels: Annotated[int, ">= 1"] | None,
         vocab_size: Annotated[int, ">= 1"] | None,
     ) -> None:
         super().__init__()
@@ -77,7 +79,12 @@ class TransformersImageText(TwoTowers):
             self.max_seq_len = text.max_position_embeddings if max_seq_len is None else max_seq_len
             self.image_size = images.image_size if image_size is None else image_size
             self.vocab_size = text.vocab_size if vocab_size is None else vocab_size
-            self.in_channels = images.num_channels
+            self.in_channels = images.num_channels if in_channels is None else in_channels
+            if self.in_channels != images.num_channels:
+                reason = f"the patches of config.json have {images.num_channels}"
+                raise ConfigError(
+                    f"model.in_channels={self.in_channels}", reason, f"model.in_channels={images.num_channels}"
+                )
             self.projection_size = text.projection_size if self.is_siglip else config.projection_dim
             check_sizes(config, max_seq_len=self.max_seq_len, vocab_size=self.vocab_size)
             self._check_positions(images.image_size, text.max_position_embeddings)

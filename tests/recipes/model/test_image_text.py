@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers as hf
 from safetensors.torch import load_file, save_file
+from support import composed_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -72,7 +73,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def on_meta(folder: str, **changes: Any) -> TransformersImageText:
-    settings: dict[str, Any] = {"pretrained": None, "max_seq_len": None, "image_size": None, "vocab_size": None}
+    settings: dict[str, Any] = dict.fromkeys(("pretrained", "max_seq_len", "image_size", "in_channels", "vocab_size"))
     with torch.device("meta"):
         return TransformersImageText(name=folder, **(settings | changes))
 
@@ -231,6 +232,17 @@ def test_sizes_are_those_of_config_json(published: Any) -> None:
     }
 
 
+def test_a_model_of_gray_images_is_given_gray_images(tmp_path: Path) -> None:
+    config = hf.CLIPConfig(text_config=TEXT | {"vocab_size": 512}, vision_config=IMAGES | {"num_channels": 1})
+    config.save_pretrained(tmp_path)
+    typed = ["recipe=clip_scenes", f"model.name={tmp_path}", "model.max_seq_len=12"]
+    composed = composed_config(*typed)
+    assert (composed["model"]["in_channels"], composed["transform"]["in_channels"]) == (1, 1)
+    assert on_meta(str(tmp_path), in_channels=1).in_channels == 1
+    with pytest.raises(ConfigError, match=r"model\.in_channels=3: the patches of config.json have 1; type"):
+        on_meta(str(tmp_path), in_channels=3)
+
+
 @pytest.mark.parametrize(("kind", "of"), [("clip", hf.CLIPConfig), ("siglip", hf.SiglipConfig)])
 def test_sizes_that_a_file_leaves_out_are_the_defaults_of_transformers(kind: str, of: Any, tmp_path: Path) -> None:
     config = {"model_type": kind, "text_config": {"model_type": f"{kind}_text_model"}, "vision_config": {}}
@@ -238,6 +250,7 @@ def test_sizes_that_a_file_leaves_out_are_the_defaults_of_transformers(kind: str
     assert read_size(str(tmp_path), "vocab_size") == of().text_config.vocab_size
     assert read_size(str(tmp_path), "max_position_embeddings") == of().text_config.max_position_embeddings
     assert read_size(str(tmp_path), "image_size") == of().vision_config.image_size
+    assert read_size(str(tmp_path), "num_channels") == of().vision_config.num_channels
 
 
 def _text(**changes: Any) -> dict[str, Any]:
