@@ -1,10 +1,11 @@
 """Find settings that fit: the least sharding, then the largest micro-batch, and the savings of each measure."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recipes.config import compose_and_check
+from recipes.config.epochs import MAX_STEPS
 from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
 from recipes.plan.hardware import Cluster
@@ -230,7 +231,12 @@ def with_overrides(resolved: ResolvedRun, overrides: list[str]) -> ResolvedRun |
         config_folder=Path(resolved.config_folder),
         config_name=resolved.config_name,
     )
-    return None if mistakes else changed
+    if mistakes or changed is None:
+        return None
+    if changed.epochs is not None and resolved.epochs is None:  # they have been counted, in samples of the same batch
+        steps = dict.fromkeys(changed.list_followers(MAX_STEPS), resolved.max_steps)
+        return replace(changed.with_settings(steps), epochs=None)
+    return changed
 
 
 def _without(typed: list[str], added: list[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """The advice holds: the advised run stays below the limit on real ranks, and the next larger micro-batch does not."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from ranks import run_on_ranks
 
 from recipes.config import compose_and_check
 from recipes.config.resolved import ResolvedRun
-from recipes.plan.advice import Planner, _ladder, find_settings, measures
+from recipes.plan.advice import Planner, _ladder, find_settings, measures, with_overrides
 from recipes.plan.hardware import Cluster, find_cluster
 
 RUN = [*COMMON, *GPT, "global_batch_size=32"]
@@ -77,3 +78,14 @@ def test_on_several_nodes_shards_of_a_node_come_before_shards_of_all() -> None:
     assert [strategy[0] for strategy in _ladder(one)].count("strategy=hsdp") == 0
     names = [strategy[0] for strategy in _ladder(four)]
     assert names.index("strategy=deepspeed_stage_1") < names.index("strategy=hsdp") < names.index("strategy=fsdp")
+
+
+def test_other_settings_keep_the_steps_that_the_epochs_were_counted_as() -> None:
+    """A plan with `plan.search=true` once said that it takes a billion steps."""
+    typed = _compose("trainer.max_steps=3epochs")
+    assert typed.epochs == "3"
+    counted = replace(typed.with_settings(dict.fromkeys(typed.list_followers("trainer.max_steps"), 420)), epochs=None)
+    changed = with_overrides(counted, ["strategy=ddp"])
+    assert changed is not None
+    assert (changed.epochs, changed.max_steps) == (None, 420)
+    assert changed.config["scheduler"]["num_steps"] == 420
