@@ -12,7 +12,7 @@ from recipes.data.draws import rng_at
 from recipes.data.read_rows import Row, Rows
 from recipes.data.shapes import (
     NUM_UNSEEN_SCENES,
-    SEEDS,
+    PICTURE_SEEDS,
     Scene,
     check_image_size,
     choose_seen,
@@ -27,7 +27,7 @@ Question = Literal["what", "color", "count"]
 _IMAGE = "<image>\n"
 _COUNTS = ("one", "two", "three")
 _SEED_OF_WORDS, _SEED_OF_QUESTIONS = 3, 4
-_VERSION = 1  # of the rows
+_VERSION = 2  # of the rows
 _NUM_BYTES = 400  # of a row, about
 
 
@@ -160,7 +160,7 @@ class SceneRows:
     def _show(self, number: int, scene: Scene, question: str) -> dict[str, Any]:
         """Return the prompt, after an image or the key words in its place."""
         if not self._as_text:
-            picture = draw_picture(scene, rng_at(SEEDS[self._split], number), self._image_size)
+            picture = draw_picture(scene, rng_at(PICTURE_SEEDS[self._split], number), self._image_size)
             return {"prompt": f"{_IMAGE}{question}", "image": {"bytes": encode_png(picture)}}
         rng = rng_at(_SEED_OF_WORDS, number) if self._shuffles_words else None
         return {"prompt": f"{write_key_words(scene, rng)}\n{question}"}

@@ -13,7 +13,7 @@ from recipes.data.image_text import CaptionedSplit, CaptionSource
 from recipes.data.images import ImageSplit, Names
 from recipes.data.shapes import (
     NUM_UNSEEN_SCENES,
-    SEEDS,
+    PICTURE_SEEDS,
     check_image_size,
     choose_seen,
     choose_unseen,
@@ -79,7 +79,7 @@ class Scenes(CaptionSource):
         return {split: self._describe(split, [*map(write_caption, scenes)]) for split, scenes in chosen.items()}
 
     def _describe(self, split: str, scenes: Sequence[str]) -> CaptionedSplit:
-        drawn = DrawnScenes(scenes, SEEDS[split], self._image_size)
+        drawn = DrawnScenes(scenes, PICTURE_SEEDS[split], self._image_size)
         captions = [*scenes[1:], scenes[0]] if self._shuffles and split == "train" else scenes
         keys = (f"{split} {drawn.name(number)}" for number in range(len(scenes)))
         return CaptionedSplit.of_one_each(drawn, keys, captions)

@@ -35,7 +35,9 @@ _SMALLEST, _LARGEST = 0.26, 0.4  # half the width of a shape, in parts of the si
 _BRIGHTEST = 50.0  # background, of 255
 _SHIFT = 20.0  # of each channel of a color, up or down
 NUM_UNSEEN_SCENES = 512  # of the validation
-SEEDS = {"train": 0, "val": 1}  # of scenes and pictures
+SEEDS = {"train": 0, "val": 1}  # of what is in a scene
+# of its picture: numbers drawn twice would tell by the brightness of training how many shapes there are
+PICTURE_SEEDS = {"train": 5, "val": 6}
 _ARM = 0.36  # half the width of an arm of a cross, in parts of half the width of the cross
 
 Offsets = NDArray[np.float32]

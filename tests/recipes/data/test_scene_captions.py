@@ -61,7 +61,7 @@ def test_key_words_in_any_order_keep_those_of_a_shape_together() -> None:
 
 
 def test_rows_with_images_have_the_pictures_of_the_captioned_scenes() -> None:
-    for split, seed, scenes in (("train", 0, choose_seen(9)), ("val", 1, choose_unseen(9))):
+    for split, seed, scenes in (("train", 5, choose_seen(9)), ("val", 6, choose_unseen(9))):
         for number, row in enumerate(_read(split, 9, as_text=False)):
             assert row["prompt"].startswith("<image>\n")
             pixels = np.asarray(Image.open(io.BytesIO(row["image"]["bytes"])))  # [32, 32, 3]

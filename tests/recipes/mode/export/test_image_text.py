@@ -13,7 +13,7 @@ from support import composed_config, execute, resolved
 import lightning_recipes as lr
 from recipes.build import build
 from recipes.data.draws import rng_at
-from recipes.data.shapes import SEEDS, choose_unseen, draw_picture, write_caption
+from recipes.data.shapes import PICTURE_SEEDS, choose_unseen, draw_picture, write_caption
 
 NUMBER = 3
 SMALL = ["recipe=clip_scenes", "global_batch_size=8", "trainer.max_steps=2", "warmup_steps=0", "eval_samples=8"]
@@ -35,7 +35,7 @@ def test_the_processor_gives_the_tokens_the_pixels_and_the_scores_of_training(ru
     pairs = [source.val()[index] for index in range(NUMBER)]
     scenes = choose_unseen(NUMBER)
     size = source.transform.pixels.eval_size
-    pictures = [draw_picture(scene, rng_at(SEEDS["val"], place), size) for place, scene in enumerate(scenes)]
+    pictures = [draw_picture(scene, rng_at(PICTURE_SEEDS["val"], place), size) for place, scene in enumerate(scenes)]
 
     processor: Any = hf.AutoProcessor.from_pretrained(run / "export")
     captions = [*map(write_caption, scenes)]
