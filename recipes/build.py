@@ -42,7 +42,7 @@ from recipes.config.resolved import ResolvedRun
 from recipes.config.resume import find_tokenizer, is_other_data, list_saved_parts
 from recipes.config.signature import find_signature
 from recipes.config.start_from import read_source_adapter
-from recipes.config.traits import read_free_at_resume, read_settings_of_weights
+from recipes.config.traits import find_pretrained, read_free_at_resume, read_settings_of_weights
 from recipes.data.datamodule import StreamDataModule
 from recipes.engine import get_engine
 from recipes.errors import ConfigError
@@ -132,7 +132,7 @@ class Run:
     @property
     def base(self) -> str | None:
         """Folder, file or hub name of the published weights that it started from; None: there are none."""
-        named = self.model_node.get("pretrained")
+        named = find_pretrained(self.model_node)
         return named if isinstance(named, str) and not self.has_own_training else None
 
 

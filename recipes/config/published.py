@@ -13,7 +13,7 @@ from recipes.errors import ConfigError, type_extra
 from recipes.foreign_file import missing_config, missing_folder, reading
 from recipes.shipped_models import find_model
 
-_FILE = "config.json"
+_FILE, _TOKENS = "config.json", "tokenizer.json"
 _MAX_SHOWN = 100  # characters of a value in an error
 _NESTED = ("text_config", "vision_config")  # in models of several towers
 # what transformers (5.24) takes for a size that the file of such a model leaves out, as it writes no defaults
@@ -120,17 +120,20 @@ def _read_tokens_of(language: str, key: str) -> int:
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         reason = f"its {_FILE} has no vocab_size, which every language model has"
         raise ConfigError(f"model.language={language}", reason, "model.language=<a causal language model>")
-    token = _find_image_token(Path(find_model(language)), size)
+    token = _find_image_token(language, size)
     if key == "image_token_id":
         return token
     return size if token < size else -(-(token + 1) // _MULTIPLE) * _MULTIPLE
 
 
-def _find_image_token(folder: Path, size: int) -> int:
-    file = folder / "tokenizer.json"
-    if not file.is_file():
+def _find_image_token(language: str, size: int) -> int:
+    folder = find_model(language)
+    file = Path(folder, _TOKENS) if os.path.isdir(folder) else _find_on_hub(language, _TOKENS)
+    if isinstance(file, ConfigError):
+        raise _named(file, "model.language")
+    if file is None or not file.is_file():
         return size
-    with reading(file, f"model.language={folder}", "model.language=<folder with a valid tokenizer.json>"):
+    with reading(file, f"model.language={language}", f"model.language=<folder with a valid {_TOKENS}>"):
         found: Any = json.loads(file.read_text(encoding="utf-8"))
         added = {str(each["content"]): int(each["id"]) for each in found.get("added_tokens") or []}
         vocabulary = (found.get("model") or {}).get("vocab") or {}
@@ -173,9 +176,8 @@ def _read_config(name: str, setting: str) -> dict[str, Any]:
     # unlike Path.is_dir, False if the name is too long
     file = Path(folder, _FILE) if os.path.isdir(folder) else _find_on_hub(name)
     if isinstance(file, ConfigError):
-        said = (text.replace("model.name", setting) for text in (file.setting, file.reason, file.fix))
-        raise ConfigError(*said)
-    if not os.path.lexists(file):
+        raise _named(file, setting)
+    if file is None or not os.path.lexists(file):
         raise missing_config(name, setting)
     with reading(file, f"{setting}={name}", f"{setting}=<folder with a valid {_FILE}>"):
         config: Any = json.loads(file.read_text(encoding="utf-8"))
@@ -184,21 +186,30 @@ def _read_config(name: str, setting: str) -> dict[str, Any]:
     return config
 
 
+def _named(mistake: ConfigError, setting: str) -> ConfigError:
+    """Return a mistake about `model.name` as one about another setting."""
+    said = (text.replace("model.name", setting) for text in (mistake.setting, mistake.reason, mistake.fix))
+    return ConfigError(*said)
+
+
 @functools.cache
-def _find_on_hub(name: str) -> Path | ConfigError:
-    """Return the file of a repository, or why there is none."""
+def _find_on_hub(name: str, own: str = _FILE) -> Path | ConfigError | None:
+    """Return a file of a repository, or why it cannot be read; None if the repository has none of that name."""
     if (wrong := missing_folder(name, "model.name")) is not None:
         return wrong
     try:
         from huggingface_hub import constants, hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
     except ImportError:
         reason = "not a local folder, and the hub needs huggingface-hub, which is not installed"
         return ConfigError(f"model.name={name}", reason, type_extra("huggingface"))
     host = str(urlsplit(constants.ENDPOINT).hostname)
     is_found = _is_found(host)  # else the hub library retries for half a minute
     try:
-        return Path(hf_hub_download(name, _FILE, local_files_only=not is_found))
+        return Path(hf_hub_download(name, own, local_files_only=not is_found))
     except (OSError, ValueError) as error:  # offline, unknown, gated, or not a repository name
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError) and own != _FILE:
+            return None
         if not is_found:
             reason = f"not a local folder, not downloaded yet, and {host} is not found: is this machine offline?"
             return ConfigError(f"model.name={name}", reason, _FIX)

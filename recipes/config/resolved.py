@@ -19,6 +19,7 @@ from recipes.config.traits import (
     OptimizerTraits,
     StrategyTraits,
     TaskTraits,
+    find_pretrained,
     list_data,
     list_nodes,
     read_adapter,
@@ -458,7 +459,8 @@ class ResolvedRun(Composed):
         node = self.config["model"]
         names = ModelSettings.__dataclass_fields__
         found = {name: value for name, value in node.items() if name in names}
-        return ModelSettings(**found | {"num_classes": node.get("vocab_size", node.get("num_classes"))})
+        num_classes = node.get("vocab_size", node.get("num_classes"))
+        return ModelSettings(**found | {"num_classes": num_classes, "pretrained": find_pretrained(node)})
 
     @property
     def lr(self) -> float:

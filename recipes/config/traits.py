@@ -169,6 +169,14 @@ def read_adapter(node: Mapping[str, Any] | None) -> str | None:
 
 # settings of a model that say where its first weights are
 WEIGHT_KEYS = ("pretrained", "image_pretrained", "vision_pretrained", "language_pretrained")
+
+
+def find_pretrained(model: Mapping[str, Any]) -> str | None:
+    """Return the published weights of a model, or of its language model if it is put together; None: they are drawn."""
+    whole: str | None = model.get("pretrained")
+    return whole if whole is not None else model.get("language_pretrained")
+
+
 # settings of a model by which it is trained or found, and its longest input: what its weights compute is the same
 _NOT_OF_WEIGHTS: tuple[str, ...] = ("_target_", "_partial_", "name", "pretrained", "image_pretrained", "max_seq_len")
 _NOT_OF_WEIGHTS += ("vocab_pad_multiple", "vision", "language", "vision_pretrained", "language_pretrained")

@@ -53,11 +53,10 @@ class Llava(OfTransformers):
         language: The same of a causal language model.
         vision_pretrained: Folder or hub name of the weights of the tower; None: random.
         language_pretrained: The same of the language model.
-        vision_feature_layer: Layer of the tower whose features are read, counted from the end if negative: the last
-            one makes the features of one image, and the one before it is less specialized. That of a whole model is in
-            its config.json.
+        vision_feature_layer: Layer of the tower whose features are read, counted from the end if negative; -2, the one
+            before the last, as LLaVA does. That of a whole model is in its config.json.
         image_token_id: Id of the token that stands for a patch. Where the vocabulary ends before it, it is extended by
-            rows that begin as the mean of the others, as transformers does.
+            rows that begin as the mean of the others.
         image_seq_length: P, as config.json gives it.
         image_size: S, likewise.
         in_channels: C, likewise.

@@ -73,6 +73,7 @@ _NOT_OF_WEIGHTS = {
     *("_name_or_path", "architectures", "auto_map", "transformers_version"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
     *("dtype", "torch_dtype", "use_cache", "chunk_size_feed_forward"),
+    "image_seq_length",  # of LLaVA: follows from its tower, and files have the default of another one
     *("initializer_range", "initializer_factor", "logit_scale_init_value"),
     *("id2label", "label2id", "problem_type", "task_specific_params", "_attn_implementation", "attn_implementation"),
     *("output_attentions", "output_hidden_states", "return_dict", "pretraining_tp"),

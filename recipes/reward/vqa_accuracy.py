@@ -6,6 +6,8 @@ if fewer did; so that it compares with the accuracy of people, it is the mean ov
 out. Before, both sides are normalized.
 """
 
+import contextlib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -124,6 +126,9 @@ def _read_answers(row: Mapping[str, Any]) -> list[str]:
     value = row.get(_FIELD)
     if value is None:
         return []
+    if isinstance(value, str) and value.startswith("["):  # in a CSV file, whose cells are text
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
     listed = value if isinstance(value, list | tuple) else [value]
     texts = [each.get("answer") if isinstance(each, Mapping) else each for each in listed]
     if not all(isinstance(text, str) for text in texts):

@@ -147,10 +147,11 @@ def _read_processor(settings: Mapping[str, Any]) -> dict[str, Any]:
     if settings.get("resample") is not None:
         found["interpolation"] = INTERPOLATIONS[settings["resample"]]
     size, crop = settings.get("size"), settings.get("crop_size")
-    if isinstance(size, dict) and "height" in size:
-        return found | {"crop_mode": "squash", "eval_crop": 1.0}
-    shorter = size.get("shortest_edge") if isinstance(size, dict) else size
     cropped = crop.get("height") if isinstance(crop, dict) else crop
+    if isinstance(size, dict) and "height" in size:
+        is_cropped = cropped and settings.get("do_center_crop", False)
+        return found | {"crop_mode": "squash", "eval_crop": cropped / size["height"] if is_cropped else 1.0}
+    shorter = size.get("shortest_edge") if isinstance(size, dict) else size
     if shorter and cropped and settings.get("do_center_crop", True):
         found |= {"crop_mode": "center", "eval_crop": cropped / shorter}
     return found

@@ -307,11 +307,13 @@ def _check_min_steps(trainer: Mapping[str, Any]) -> Iterator[ConfigError]:
 def _published_weights(run: ResolvedRun) -> Iterator[ConfigError]:
     """Reject published weights that are missing, or have another tokenizer, whose token ids mean something else."""
     config, model = run.config, run.config["model"]
-    pretrained, tokenizer = model.get("pretrained"), str(config["tokenizer"].get("_target_"))
+    key = "pretrained" if model.get("pretrained") is not None else "language_pretrained"
+    pretrained, tokenizer = model.get(key), str(config["tokenizer"].get("_target_"))
     if pretrained is None or run.resume not in (None, "auto") or run.start_from is not None:
         return  # the weights of a checkpoint replace them
     is_folder = find_signature(model["_target_"]).constants.get("input_kind") in ("tokens", "images_and_text")
-    missing = missing_published(pretrained, "model.pretrained") if is_folder else None
+    # of a part, another check says it
+    missing = missing_published(pretrained, f"model.{key}") if is_folder and key == "pretrained" else None
     has_own_ids = find_signature(tokenizer).constants.get("own_ids")
     if missing is not None:
         # a model that is built by name has a check of its own, of its configuration
@@ -322,7 +324,7 @@ def _published_weights(run: ResolvedRun) -> Iterator[ConfigError]:
             yield ConfigError(missing.setting, missing.reason, f"{missing.fix}{beside}")
     elif has_own_ids:
         yield ConfigError(
-            f"model.pretrained={pretrained} tokenizer={tokenizer.split('.')[2]}",
+            f"model.{key}={pretrained} tokenizer={tokenizer.split('.')[2]}",
             "published weights need the token ids of their own tokenizer",
             f"tokenizer=huggingface {type_setting('tokenizer.name', pretrained)}",
         )

@@ -28,7 +28,7 @@ def find_doubts(run: ResolvedRun, *, is_continued: bool) -> Iterator[ConfigError
 
 def find_random_base(run: ResolvedRun) -> Iterator[ConfigError]:
     """Yield a fine-tuning of random weights: of an adapter, or on conversations."""
-    if run.start_from is not None or run.config["model"].get("pretrained") is not None:
+    if run.start_from is not None or run.model.pretrained is not None:
         return
     fine_tunes = find_signature(run.config["data"]["_target_"]).constants.get("fine_tunes") is True
     if run.adapter is None and not fine_tunes:

@@ -32,6 +32,7 @@ def check_vision_language(run: ResolvedRun) -> Iterator[ConfigError]:
     yield from _check_images_of_mode(run, reads=reads)
     if not reads:
         return
+    yield from _check_unread(run)
     if run.mode.takes_steps and run.start_from is None and run.resume in (None, "auto"):
         for part in _PARTS:
             key = f"{part}_pretrained"
@@ -46,6 +47,28 @@ def check_vision_language(run: ResolvedRun) -> Iterator[ConfigError]:
     if isinstance(length, int) and run.seq_len is not None and run.seq_len <= length:
         reason = f"an image takes {length} tokens, and a row with one has no room for text"
         yield ConfigError(f"seq_len={run.seq_len}", reason, f"seq_len={2 * length}")
+
+
+def _check_unread(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Check that no setting is typed that a whole model, or one that is put together, does not read."""
+    model = run.config["model"]
+    is_whole = model.get("name") is not None
+    unread = ("vision_pretrained", "language_pretrained") if is_whole else ("pretrained",)
+    for key in unread:
+        if model.get(key) is None or f"model.{key}" in run.references:
+            continue
+        typed = f"model.name={model['name']} model.{key}={model[key]}" if is_whole else f"model.{key}={model[key]}"
+        if is_whole:
+            reason, fix = "a whole model has weights of all parts", f"model.pretrained={model[key]}"
+        else:
+            reason = "a model that is put together has the weights of its parts"
+            fix = "model.vision_pretrained=… model.language_pretrained=…, or model.name=<a whole model>"
+        yield ConfigError(typed, f"{reason}, and nothing would read it", fix)
+    layer = model.get("vision_feature_layer")
+    if is_whole and any(text.lstrip("+").startswith("model.vision_feature_layer=") for text in run.overrides):
+        reason = "a whole model has the layer that its config.json names"
+        fix = "the same command without model.vision_feature_layer, or model.vision and model.language"
+        yield ConfigError(f"model.name={model['name']} model.vision_feature_layer={layer}", reason, fix)
 
 
 def _check_images_of_mode(run: ResolvedRun, *, reads: bool) -> Iterator[ConfigError]:

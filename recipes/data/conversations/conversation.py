@@ -50,6 +50,7 @@ _WEIGHTS = ("weight", "loss_weight", "train", "training", "trainable", "loss")
 _OPPOSITES = ("masked",)
 _ROW_WEIGHTS = ("weight", "loss_weight", "train")
 _PARTS = ("train_detail", "training_detail")  # weights of parts of a message
+_TEXT_PARTS = ("text", "input_text", "output_text")  # the latter of OpenAI's Responses
 _IMAGES = ("images", "image")
 _MEDIA = (*_IMAGES, "videos", "video", "audios", "audio")
 _PAIR = ("chosen", "rejected")
@@ -271,10 +272,11 @@ class Reader:
         )
 
     def _images(self, row: Mapping[str, Any], place: str) -> list[Image]:
-        """Return the images that a row has beside its texts or messages; null is none."""
+        """Return the images that a row has beside its texts or messages; null is none, as are objects of nulls."""
         if not self._reads_images:
             return []
-        held = {name: value for name in _IMAGES if (value := self._value(row, name)) not in (None, "", [], {})}
+        found = {name: self._value(row, name) for name in _IMAGES}
+        held = {name: value for name, value in found.items() if value not in (None, "", []) and not _is_null(value)}
         if len(held) > 1:
             fix = f"one of them there, or {self._ignore('image')}"
             raise ConfigError(place, "it has a field images and another one image", fix)
@@ -282,7 +284,11 @@ class Reader:
         if isinstance(values, str) and values.startswith("["):  # in a CSV file, whose cells are text
             values = _parse_json(values, values)
         listed = values if isinstance(values, list) else [values]
-        return [read_image(value, place) for value in listed if value not in (None, {})]
+        is_there = [value is not None and not _is_null(value) for value in listed]
+        if any(is_there) and not all(is_there):
+            reason = "one of its images is null, and its text may speak of it"
+            raise ConfigError(place, reason, f"the rows without it, or {self._ignore(*_IMAGES)}")
+        return [read_image(value, place) for value in listed if any(is_there)]
 
     def _place_images(
         self,
@@ -318,10 +324,11 @@ class Reader:
         return next((kind for kind in kinds if all(self._own(name) in row for name in _FIELDS[kind])), None)
 
     def _name_question(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a row of a question and an answer, and nothing else, with the names of a format, if none is set."""
-        if self._format is not None or self._fields or {*row} != {"question", "answer"}:
+        """Return a row of a question and an answer, and no text beside, with the names of a format, if none is set."""
+        images = {name: row[name] for name in _IMAGES if name in row} if self._reads_images else {}
+        if self._format is not None or self._fields or {*row} - {*images} != {"question", "answer"}:
             return row
-        return {"prompt": row["question"], "completion": row["answer"]}
+        return {"prompt": row["question"], "completion": row["answer"], **images}
 
     def _recognize(self, row: Mapping[str, Any], *, place: str) -> str:
         if (kind := self._find_kind(row)) is not None:
@@ -365,7 +372,7 @@ class Reader:
         for fields in ({}, *guesses) if self._fields else guesses:
             kept = {name: value for name, value in self._fields.items() if name not in {*fields} | absent}
             own = {name: value for name, value in (kept | fields).items() if name != value}
-            reader = Reader(format=None, fields=own)
+            reader = Reader(format=None, fields=own, reads_images=self._reads_images)
             # in one format: rows of another one beside them would have another text around the same words
             if all(map(reader._reads_answer, rows)) and len({reader._find_kind(row) for row in rows}) == 1:
                 return _to_override(own)
@@ -424,6 +431,10 @@ class Reader:
             if name in _PARTS or (name in _ROW_WEIGHTS and isinstance(value, int | float)):
                 reason = f"its {name} is {_shorten(value)}, and a row is learned or not"
                 raise ConfigError(place, reason, f"0 or 1 there, or {self._ignore(name)}")
+            if kind == "text" and self._reads_images and name in _IMAGES:
+                reason = f"it has {name} beside its text, and images are read in questions and conversations"
+                fix = f'{{"prompt": "<image>", "completion": <the text>, "image": …}}, or {self._ignore(name)}'
+                raise ConfigError(place, reason, fix)
             if kind == "text":
                 continue  # it is whole in itself
             if name in _MEDIA:
@@ -539,18 +550,18 @@ class Reader:
         """
         if not isinstance(value, list) or not value or not all(isinstance(part, Mapping) for part in value):
             return _text(value, name, place, owner="a message"), []
-        known = ("text", *(PART_TYPES if self._reads_images else ()))
+        known = (*_TEXT_PARTS, *(PART_TYPES if self._reads_images else ()))
         others = [part.get("type") for part in value if part.get("type") not in known]
         if others:
             reason = f"the {name} of a message has a part of type {others[0]}, and {self._what_is_read}"
             way = f"{self._way_to_images}, or " if others[0] in PART_TYPES and self._way_to_images else ""
             raise ConfigError(place, reason, f"{way}a text as {name} there")
-        if role == "assistant" and any(part["type"] != "text" for part in value):
+        if role == "assistant" and any(part["type"] not in _TEXT_PARTS for part in value):
             reason = "an answer of the assistant has an image, and images are read, not written"
             raise ConfigError(place, reason, f"a text as {name} there")
         parts, images = list[str](), list[Image | None]()
         for part in value:
-            if part["type"] == "text":
+            if part["type"] in _TEXT_PARTS:
                 parts.append(_text(part.get("text"), "text", place, owner="a part of a message"))
                 continue
             parts.append(MARK)
@@ -692,6 +703,11 @@ def _history(value: Any, place: str) -> list[Message]:
         raise ConfigError(place, "its history is not a list of pairs of question and answer", fix)
     texts = [_text(text, "history", place) for pair in value for text in pair]
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def _is_null(value: Any) -> bool:
+    """Return whether an image is an object whose fields are all null, as tables hold one that is not there."""
+    return isinstance(value, Mapping) and all(field is None for field in value.values())
 
 
 def _parse_json(text: str, default: Any) -> Any:

@@ -18,7 +18,7 @@ from recipes.data.conversations.conversation import Reader
 from recipes.data.conversations.image_parts import MARK, ImageFinder, ImageTokens
 from recipes.data.conversations.loss_mask import ExampleTokenizer
 from recipes.data.conversations.rows import ExampleRows, ImageReader, pad_rows
-from recipes.data.conversations.store import AnyReader, Encoder, ExampleStore, cached_examples
+from recipes.data.conversations.store import AnyReader, Encoder, ExampleStore, cached_examples, name_examples
 from recipes.data.image_file import check_header
 from recipes.data.read_rows import Rows, check_split, open_rows
 from recipes.data.text.token_cache import SPLIT_TEXT
@@ -128,6 +128,7 @@ class Conversations:
         self._num_processes = num_processes
         self._held_out = np.zeros(0, dtype=np.uint64)  # questions that another source validates on
         self._opened: dict[str, Rows] = {}
+        self._names = dict[str, str]()  # of the examples of each file, wherever they and their images lie
         self._prepared: tuple[Tokenizer, dict[str, ExampleStore], dict[str, ExampleRows]] | None = None
 
     def hold_out_all(self) -> None:
@@ -201,6 +202,9 @@ class Conversations:
         tokenizer.check_model(self._known_ids)
         template = find_template(self._template, tokenizer, day=TRAINING_DAY)
         made_by = (self._format, tokenizer.fingerprint, str(tokenizer.special_tokens), repr(template), self._train_on)
+        made_by += () if self._images is None else (repr(self._images.tokens), self._image_folder or "")
+        keys = {name: "\0".join((found, *made_by)) for name, found in hashes.items()}
+        self._names = {name: name_examples(key) for name, key in keys.items()}
         finder, num_ids = None, tokenizer.vocab_size
         if self._images is not None:
             finder, num_ids = ImageFinder(self._image_folder, check_header), max(num_ids, self._images.tokens.id + 1)
@@ -212,10 +216,11 @@ class Conversations:
                     reader=self._reader,
                     tokenizer=self._make_encoder(tokenizer, template),
                     vocab_size=num_ids,
-                    key="\0".join((hashes[name], *made_by, *self._made_by_images(rows))),
+                    key=keys[name],
                     cache_dir=cache_dir,
                     num_processes=self._num_processes or num_cores(),
                     finder=finder,
+                    image_folder=self._find_image_folder(rows),
                 )
                 for name, rows in sources.items()
             }
@@ -248,9 +253,8 @@ class Conversations:
     @property
     def fingerprint(self) -> str:
         """Equal for equal samples."""
-        _, stores, _ = self._ready()
-        names = "+".join(store.folder.name for store in stores.values())
-        own = f"{names}/{self._val_fraction}/{self._how_read()}"
+        self._ready()
+        own = f"{'+'.join(self._names.values())}/{self._val_fraction}/{self._how_read()}"
         if not len(self._held_out):
             return own
         return f"{own}/{hashlib.blake2b(self._held_out.tobytes(), digest_size=12).hexdigest()}"
@@ -258,9 +262,9 @@ class Conversations:
     @property
     def val_fingerprint(self) -> str:
         """Equal for equal validation samples."""
-        store = self._ready()[1].get("val", self._ready()[1]["train"])
+        self._ready()
         examples = hashlib.blake2b(self.val().examples.tobytes(), digest_size=12).hexdigest()
-        return f"{store.folder.name}/{examples}/{self._how_read()}"
+        return f"{self._names.get('val', self._names['train'])}/{examples}/{self._how_read()}"
 
     def _how_read(self) -> str:
         """Return what samples depend on beside the examples, for the fingerprints."""
@@ -374,13 +378,12 @@ class Conversations:
         images = None if self._images is None else self._images.tokens
         return ExampleTokenizer(tokenizer, template, train_on=self._train_on, images=images)
 
-    def _made_by_images(self, rows: Rows) -> list[str]:
-        """Return what the images of examples, and their tokens, depend on beside the rows."""
+    def _find_image_folder(self, rows: Rows) -> str:
+        """Return the folder that paths of images are relative to; empty if there is none, as of a hub dataset."""
         if self._images is None:
-            return []
-        # paths are relative to files, which may have moved
-        folder = os.path.abspath(os.path.expanduser(self._image_folder or rows.name))
-        return [repr(self._images.tokens), folder]
+            return ""
+        folder = os.path.expanduser(self._image_folder or rows.name)
+        return os.path.abspath(folder) if os.path.exists(folder) else ""
 
     def _describe_unread(self) -> str:
         unread = dict[str, int]()

@@ -228,6 +228,7 @@ def cached_examples(
     cache_dir: Path,
     num_processes: int,
     finder: ImageFinder | None = None,
+    image_folder: str = "",
 ) -> ExampleStore:
     """Return the examples of rows, tokenizing them if they are not cached; safe in any number of processes.
 
@@ -237,16 +238,16 @@ def cached_examples(
         reader: Converts rows to examples.
         tokenizer: Tokenizes examples.
         vocab_size: Vocabulary size of the tokenizer.
-        key: Cache key, equal for equal results.
+        key: Equal for equal examples.
         cache_dir: Folder of all caches.
         num_processes: Processes that tokenize.
         finder: Finds the images of rows; None: they have none.
+        image_folder: Absolute path that paths of images are relative to, which are kept as absolute ones.
 
     Raises:
         ConfigError: A row or an image cannot be read, or no row has a loss; nothing is left in the cache.
     """
-    digest = hashlib.blake2b(f"{FORMAT_VERSION} {key}".encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
-    folder = cache_dir / "examples" / digest
+    folder = cache_dir / "examples" / name_examples("\0".join(filter(None, (key, image_folder))))
 
     def build(temporary: Path) -> None:
         encoded = _encode_all(rows, reader, tokenizer, finder, num_processes=num_processes)
@@ -254,6 +255,11 @@ def cached_examples(
 
     build_once(folder, build, is_complete=is_complete)
     return ExampleStore(folder)
+
+
+def name_examples(key: str) -> str:
+    """Return the name of examples, equal for equal keys."""
+    return hashlib.blake2b(f"{FORMAT_VERSION} {key}".encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
 
 
 def is_complete(folder: Path) -> bool:

@@ -53,13 +53,17 @@ _OF_WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DTYPES_IN_HEADER = dict(zip(("F64", "F32", "F16", "BF16"), _OF_WEIGHTS, strict=True))  # of safetensors
 
 
-def locate(name_or_folder: str) -> Path:
+def locate(name_or_folder: str, *, key: str = "model.pretrained") -> Path:
     """Return the folder, or the local copy of a hub repository, downloading it if necessary.
+
+    Args:
+        name_or_folder: As it was typed.
+        key: The setting that names it.
 
     Raises:
         ConfigError: Neither a folder with config.json nor a repository that can be downloaded.
     """
-    if (wrong := missing_published(name_or_folder, "model.pretrained")) is not None:
+    if (wrong := missing_published(name_or_folder, key)) is not None:
         raise wrong
     folder = Path(os.path.expanduser(name_or_folder))
     if os.path.isdir(folder):  # unlike Path.is_dir, False if the name is too long
@@ -68,7 +72,7 @@ def locate(name_or_folder: str) -> Path:
         from huggingface_hub import snapshot_download  # optional
     except ImportError as error:
         raise ConfigError(
-            f"model.pretrained={name_or_folder}",
+            f"{key}={name_or_folder}",
             "not a local folder, and the hub needs huggingface_hub",
             type_extra("huggingface"),
         ) from error
@@ -76,9 +80,9 @@ def locate(name_or_folder: str) -> Path:
         return _download(snapshot_download, name_or_folder)
     except (OSError, ValueError) as error:  # offline, unknown, gated, or not a repository name
         raise ConfigError(
-            f"model.pretrained={name_or_folder}",
+            f"{key}={name_or_folder}",
             f"not a local folder, and it cannot be downloaded from the hub ({describe_error(error)})",
-            "model.pretrained=<folder with config.json and model.safetensors>, or null",
+            f"{key}=<folder with config.json and model.safetensors>, or null",
         ) from error
 
 

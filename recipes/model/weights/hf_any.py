@@ -62,13 +62,13 @@ def load_weights(inner: Any, name_or_folder: str, *, key: str) -> None:
     folder = locate(name_or_folder)
     if inner.config.model_type not in IMAGE_TEXT:
         check_head(folder, f"{key}={name_or_folder}")
-    wanted = _tensors(inner)
+    wanted = list_tensors(inner)
     prefix = f"{inner.base_model_prefix}."
     with open_weights(folder) as weights:
         names = weights.names()
         found = {name: own for name in wanted for own in (name, name.removeprefix(prefix)) if own in names}
         if len(found) == len(wanted):
-            _check_rest(inner, weights, found, name_or_folder)
+            check_rest(inner, weights, found, name_or_folder, setting=f"model.pretrained={name_or_folder}")
             for name, tensor in wanted.items():
                 _set(tensor, weights.read(found[name], like=tensor), found[name], name_or_folder)
             return
@@ -91,7 +91,7 @@ def load_weights(inner: Any, name_or_folder: str, *, key: str) -> None:
         _set(tensor, converted[name], name, name_or_folder)
 
 
-def _tensors(inner: Any) -> dict[str, Tensor]:
+def list_tensors(inner: Any) -> dict[str, Tensor]:
     """Return the tensors that weight files contain: base parameters (tied ones once) and persistent buffers."""
     saved = inner.state_dict()
     buffers = {name: buffer for name, buffer in inner.named_buffers() if name in saved}
@@ -108,9 +108,29 @@ def _set(tensor: Tensor, values: Tensor, name: str, published: str) -> None:
     fill(tensor, values)
 
 
-def _check_rest(inner: Any, weights: PublishedWeights, found: dict[str, str], published: str) -> None:
-    """Reject leftover weights, which mean that the files are quantized or belong to a different model."""
-    rest, setting = weights.names() - {*found.values()}, f"model.pretrained={published}"
+def check_rest(
+    inner: Any,
+    weights: PublishedWeights,
+    found: Mapping[str, str],
+    published: str,
+    *,
+    setting: str,
+    fix: str = _FITTING,
+) -> None:
+    """Reject leftover weights, which mean that the files are quantized or belong to a different model.
+
+    Args:
+        inner: `transformers` model; on any device.
+        weights: The files.
+        found: Names in the files by those of the model.
+        published: Folder or hub name of the files, as it was typed.
+        setting: The override that named them, `key=value`.
+        fix: What to type for files with tensors that have no place.
+
+    Raises:
+        ConfigError: A tensor has no place, or a head that should be the embedding has other values.
+    """
+    rest = weights.names() - {*found.values()}
     for copy, source in inner.all_tied_weights_keys.items():
         if copy in rest and source in found:
             check_tied(weights, copy, found[source], setting)
@@ -118,7 +138,7 @@ def _check_rest(inner: Any, weights: PublishedWeights, found: dict[str, str], pu
     unknown = {name for name in rest if not _is_ignored(inner, name)}
     if unknown:
         reason = f"it has {_list(unknown)}, for which the model has no place"
-        raise ConfigError(setting, reason, _FITTING)
+        raise ConfigError(setting, reason, fix)
     log_unread(rest, published)
 
 
@@ -153,7 +173,7 @@ def load_converted(config: Any, folder: Path, setting: str) -> dict[str, Tensor]
     unread = {name for name in map(str, report["unexpected_keys"]) if _is_unread(config, name)}
     report["unexpected_keys"] = {*map(str, report["unexpected_keys"])} - unread
     check_loaded(report, setting, fitting=_FITTING)
-    return {name: tensor.detach() for name, tensor in _tensors(whole).items()}
+    return {name: tensor.detach() for name, tensor in list_tensors(whole).items()}
 
 
 def _is_unread(config: Any, name: str) -> bool:
@@ -227,7 +247,7 @@ def save_weights(inner: Any, folder: Path) -> None:
     with without_progress_bars(), without_warning_of_deepspeed():
         inner.save_pretrained(folder, state_dict=as_theirs)
     loaded = load_converted(inner.config, folder, f"model.pretrained={folder}")
-    for name, tensor in _tensors(inner).items():
+    for name, tensor in list_tensors(inner).items():
         values = tensor[0] if name in scalars else tensor
         if name not in loaded or not torch.equal(loaded[name].float(), values.detach().cpu().float()):
             raise OSError(f"{folder}: {name} reads back differently")

@@ -1,18 +1,17 @@
 """Load a LLaVA model whole, or its tower and its language model from weights that were published apart."""
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from recipes.errors import ConfigError
-from recipes.model.init import fill, named_parameters, unsharded_shape
+from recipes.model.init import fill, unsharded_shape
 from recipes.model.llava import Llava
-from recipes.model.transformers_models import check_part
+from recipes.model.transformers_models import check_part, make_model_on_meta
 from recipes.model.weights.files import PublishedWeights, check_head, locate, log_unread, open_weights
-from recipes.model.weights.hf_any import load_converted
+from recipes.model.weights.hf_any import check_rest, list_tensors, load_converted
 from recipes.model.weights.huggingface import load_pretrained
 
 log = logging.getLogger("lightning_recipes")
@@ -51,21 +50,26 @@ def load(model: Llava, pretrained: str, *, seed: int) -> None:
 def _load_part(model: Llava, part: str, place: str) -> None:
     """Fill a tower or a decoder, and the head of the latter."""
     inner: Any = model.inner
-    setting = f"model.{'vision' if part == _TOWER else 'language'}_pretrained={place}"
-    folder = locate(place)
+    key = f"model.{'vision' if part == _TOWER else 'language'}_pretrained"
+    setting, fix = f"{key}={place}", f"{key}=<folder whose config.json describes its tensors>"
+    folder = locate(place, key=key)
     config = inner.config.text_config if part == _DECODER else inner.config.vision_config
     check_part(config, folder, setting=setting)
-    wanted = {name: weight for name, weight in named_parameters(inner) if name.startswith(part)}
+    own = (part, _HEAD) if part == _DECODER else (part,)
+    wanted = {name: tensor for name, tensor in list_tensors(inner).items() if name.startswith(own)}
     if part == _DECODER:
         check_head(folder, setting)
-        wanted |= {name: weight for name, weight in named_parameters(inner) if name.startswith(_HEAD)}
     with open_weights(folder) as weights:
         names = weights.names()
-        found = {name: own for name in wanted if (own := _find(name, part, names)) is not None}
+        found = {name: known for name in wanted if (known := _find(name, part, names)) is not None}
         if len(found) == len(wanted):
+            if part == _DECODER:
+                places = {_name_alone(name): known for name, known in found.items()}
+                check_rest(make_model_on_meta(config), weights, places, place, setting=setting, fix=fix)
+            else:
+                log_unread(_list_unread_of_tower(weights, {*found.values()}), place)
             for name, weight in wanted.items():
                 _set(model, weight, weights.read(found[name]), name=found[name], setting=setting)
-            log_unread({*_list_rest(weights, {*found.values()}, part)}, place)
             return
     missing = sorted({*wanted} - {*found})
     converted = load_converted(config, folder, setting)
@@ -74,11 +78,10 @@ def _load_part(model: Llava, part: str, place: str) -> None:
         *(place, len(missing), len(wanted), missing[0]),
     )
     for name, weight in wanted.items():
-        own = _find(name, part, {*converted})
-        if own is None:
-            fix = f"{setting.partition('=')[0]}=<folder whose config.json describes its tensors>"
+        known = _find(name, part, {*converted})
+        if known is None:
             raise ConfigError(setting, f"it has no {name.removeprefix(part)}", fix)
-        _set(model, weight, converted[own], name=own, setting=setting)
+        _set(model, weight, converted[known], name=known, setting=setting)
 
 
 def _find(name: str, part: str, names: set[str]) -> str | None:
@@ -89,10 +92,15 @@ def _find(name: str, part: str, names: set[str]) -> str | None:
     return next((f"{start}{own}" for start in _IN_FILES[part] if f"{start}{own}" in names), None)
 
 
-def _list_rest(weights: PublishedWeights, read: set[str], part: str) -> Iterator[str]:
-    """Yield the tensors of a file that were not read and belong to the part: its last layers, and pooling."""
+def _name_alone(name: str) -> str:
+    """Return the name of a tensor of the decoder in a language model of its own."""
+    return name if name.startswith(_HEAD) else f"model.{name.removeprefix(_DECODER)}"
+
+
+def _list_unread_of_tower(weights: PublishedWeights, read: set[str]) -> set[str]:
+    """Return the tensors of a file that were not read and belong to the tower: its last layers, and pooling."""
     of_text = ("text_model.", "text_projection.", "visual_projection.", "logit_scale", "logit_bias")
-    yield from (name for name in weights.names() - read if part == _DECODER or not name.startswith(of_text))
+    return {name for name in weights.names() - read if not name.startswith(of_text)}
 
 
 def _set(model: Llava, weight: Tensor, values: Tensor, *, name: str, setting: str) -> None:

@@ -83,3 +83,18 @@ def test_a_folder_without_a_readable_config_is_the_only_mistake(holds: str, tmp_
     assert [mistake.setting for mistake in mistakes] == [f"model.name={tmp_path}"]
     _, mistakes = compose_and_check([*typed, "data.seq_len=x"])
     assert [mistake.setting for mistake in mistakes] == ["data.seq_len=x", f"model.name={tmp_path}"]
+
+
+def test_the_token_of_images_is_that_of_the_tokenizer_on_the_hub_as_of_one_in_a_folder(cache: Path) -> None:
+    folder = cache / "models--a--words" / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    (cache / "models--a--words" / "refs").mkdir()
+    (cache / "models--a--words" / "refs" / "main").write_text("abc")
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 320}))
+    with pytest.raises(ConfigError, match=r"model\.language=a/words: .*not downloaded yet"):
+        published.read_llava_size(None, None, "a/words", "image_token_id")  # not one of the model's, by chance
+    published._find_on_hub.cache_clear()
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 299}}, "added_tokens": []}))
+    for language in ("a/words", str(folder)):
+        assert published.read_llava_size(None, None, language, "image_token_id") == 300
+        assert published.read_llava_size(None, None, language, "vocab_size") == 320

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from vision_language_cases import IMAGE_SIZE, IMAGE_TOKEN, PATCHES, VOCAB_SIZE, make_parts, write_llava
 
@@ -182,3 +183,71 @@ def test_weights_of_another_type_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"has {PATCHES}"):
         make(name=str(whole), image_seq_length=PATCHES + 1)
     assert read_llava_size(str(whole), None, None, "vocab_size") == VOCAB_SIZE
+
+
+def test_buffers_that_a_language_model_was_saved_with_are_loaded(tmp_path: Path) -> None:
+    """A router of experts without its biases would choose by whatever is in memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    make_parts(tmp_path, vision="clip", language="llama")
+    sizes = {
+        "num_hidden_layers": 2,
+        "vocab_size": 60,
+        "num_attention_heads": 2,
+        "hidden_size": 32,
+        "n_routed_experts": 4,
+    }
+    sizes |= {
+        "num_key_value_heads": 2,
+        "q_lora_rank": None,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+    }
+    sizes |= {"v_head_dim": 8, "moe_intermediate_size": 16, "intermediate_size": 32, "n_group": 1, "topk_group": 1}
+    sizes |= {"num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    causal: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **sizes))
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    causal.get_buffer(bias).fill_(0.625)
+    causal.save_pretrained(tmp_path / "experts")
+    parts = {"vision": str(tmp_path / "vision"), "language": str(tmp_path / "experts")}
+    model = make(**parts, **{f"{part}_pretrained": place for part, place in parts.items()})
+    found = model.inner.get_buffer(bias.replace("model.", "model.language_model.", 1))
+    assert torch.equal(found, torch.full((4,), 0.625))
+
+
+def test_tensors_of_a_language_model_without_a_place_are_refused(tmp_path: Path) -> None:
+    make_parts(tmp_path, vision="clip", language="qwen2", tie_word_embeddings=True)
+    parts = {part: str(tmp_path / part) for part in ("vision", "language")}
+    weights = parts | {f"{part}_pretrained": place for part, place in parts.items()}
+    file = tmp_path / "language" / "model.safetensors"
+    saved = load_file(file)
+    save_file(saved | {"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"q_norm\.weight, for which the model has no place") as caught:
+        make(**weights)
+    assert caught.value.setting == f"model.language_pretrained={parts['language']}"
+    assert caught.value.fix.startswith("model.language_pretrained=<")
+    save_file(saved | {"lm_head.weight": torch.ones(60, 32)}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lm_head\.weight"):
+        make(**weights)
+
+
+def test_weights_of_a_part_that_are_not_there_are_named_by_their_setting(tmp_path: Path) -> None:
+    make_parts(tmp_path, vision="clip", language="llama")
+    parts = {part: str(tmp_path / part) for part in ("vision", "language")}
+    with pytest.raises(ConfigError) as caught:
+        make(**parts, vision_pretrained=str(tmp_path / "nowhere"))
+    assert caught.value.setting == f"model.vision_pretrained={tmp_path / 'nowhere'}"
+    assert "model.vision_pretrained=" in caught.value.fix
+
+
+def test_the_number_of_tokens_that_a_file_leaves_at_its_default_is_no_difference(tmp_path: Path) -> None:
+    published = make_published(tmp_path / "one", vision="siglip_vision_model")
+    config = write_llava(tmp_path / "other", vision="siglip_vision_model") / "config.json"
+    config.write_text(config.read_text().replace('"image_seq_length": 4', '"image_seq_length": 576'))
+    published.save_pretrained(tmp_path / "weights")
+    (tmp_path / "weights" / "config.json").write_text(config.read_text())
+    model = make(name=str(tmp_path / "one"), pretrained=str(tmp_path / "weights")).eval()
+    tokens, images = make_rows()
+    expected = published(input_ids=tokens, pixel_values=images).logits
+    torch.testing.assert_close(model(tokens, images), expected, rtol=1e-5, atol=1e-5)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from PIL import Image
 from support import composed_config, resolved
-from vision_language_cases import write_llava
+from vision_language_cases import make_parts, write_llava
 
 import lightning_recipes as lr
 from recipes.build import build
 from recipes.config import compose_and_check
+from recipes.config.check.doubts import find_random_base
 
 PARTS = ("vision_tower", "multi_modal_projector", "language_model", "lm_head")
 PARALLEL = ("tensor", "context", "pipeline")
@@ -113,6 +114,15 @@ def test_the_first_stage_changes_the_projector_alone(rows: Path, tmp_path: Path)
         (["model.vision=clip_nano"], "the first is a whole model, and the other a part of one"),
         (["model.name=null"], "model.vision=null: a model is put together from a tower of images and a language"),
         (["model.name=llama_nano"], "a model of type llama is no LLaVA model"),
+        (["model.vision_pretrained=x/y"], "a whole model has weights of all parts, and nothing would read it"),
+        (["model.vision_feature_layer=-3"], "a whole model has the layer that its config.json names"),
+        (
+            [
+                *("model.name=null", "model.vision=clip_nano", "model.language=llama_nano", "model.pretrained=x/z"),
+                *("model.vision_pretrained=null", "model.language_pretrained=null"),
+            ],
+            "model.pretrained=x/z: a model that is put together has the weights of its parts",
+        ),
         (["model.name=null", "model.vision=llama_nano", "model.language=llama_nano"], "no tower of CLIP or SigLIP"),
         (
             ["model.name=null", "model.vision=clip_nano", "model.language=llama_nano"],
@@ -134,6 +144,30 @@ def test_a_new_projector_is_trained_beside_an_adapter() -> None:
     assert mistake.setting == "adapter=lora model.name=null"
     assert "adapter.modules_to_save=[multi_modal_projector]" in mistake.fix
     assert not compose_and_check([*typed, "adapter.modules_to_save=[multi_modal_projector]"])[1]
+
+
+def test_a_language_model_with_weights_needs_its_own_tokenizer(tmp_path: Path) -> None:
+    make_parts(tmp_path, vision="clip", language="llama", vocab_size=512)
+    parts = [f"model.{part}={tmp_path / part}" for part in ("vision", "language")]
+    typed = ["recipe=vlm_sft", *parts, "data=scene_captions", "model.max_seq_len=128", "seq_len=128"]
+    _, mistakes = compose_and_check([*typed, "tokenizer=bpe"])
+    said = f"model.language_pretrained={tmp_path / 'language'} tokenizer=bpe: published weights need the token ids"
+    assert any(said in str(mistake) for mistake in mistakes), [*map(str, mistakes)]
+    assert not compose_and_check([*typed, "tokenizer=bpe", "model.language_pretrained=null"])[1]
+
+
+def test_a_model_put_together_from_weights_does_not_begin_with_random_ones(rows: Path, tmp_path: Path) -> None:
+    """It was warned of, and a preflight took the low first loss of a trained model for targets that leak."""
+    make_parts(tmp_path, vision="clip", language="llama", vocab_size=512)
+    typed = ["recipe=vlm_sft", *(f"model.{part}={tmp_path / part}" for part in ("vision", "language"))]
+    typed += [f"data.path={rows / 'rows.jsonl'}", "model.max_seq_len=128", "seq_len=128"]
+    published = ["tokenizer=huggingface", "tokenizer.name=x/y"]
+    trained = resolved(composed_config(*typed, *published), tmp_path / "run")
+    drawn = resolved(composed_config(*typed, "tokenizer=bytes", "model.language_pretrained=null"), tmp_path / "run")
+    assert trained.model.pretrained == str(tmp_path / "language")
+    assert [*find_random_base(trained)] == []
+    assert drawn.model.pretrained is None
+    assert len([*find_random_base(drawn)]) == 1
 
 
 def test_a_model_of_tokens_alone_is_refused() -> None:

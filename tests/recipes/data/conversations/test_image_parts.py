@@ -108,6 +108,31 @@ def test_null_from_a_table_is_no_image() -> None:
     assert read(row | {"images": []}, from_table=True).images == ()
 
 
+def test_a_null_among_images_is_refused() -> None:
+    """The text may speak of the one that is missing, and those after it would take its place."""
+    for null in (None, {"bytes": None, "path": None}):
+        with pytest.raises(ConfigError, match="one of its images is null"):
+            read({"prompt": "<image><image>", "completion": "b", "images": [null, "b.png"]}, from_table=True)
+
+
+def test_an_image_beside_a_text_is_refused_and_not_left_out() -> None:
+    with pytest.raises(ConfigError, match="it has image beside its text") as caught:
+        read({"image": "a.png", "text": "a red cat"})
+    assert '{"prompt": "<image>", "completion": <the text>, "image": …}' in caught.value.fix
+
+
+def test_a_question_an_answer_and_an_image_are_a_row() -> None:
+    example = read({"image": "a.png", "question": "What?", "answer": "red"})
+    assert (example.prompt, example.answer, example.images) == (f"{MARK}\nWhat?", "red", ("a.png",))
+
+
+def test_parts_of_openai_responses_are_read() -> None:
+    asked = [{"type": "input_text", "text": "What?"}, {"type": "input_image", "image_url": "a.png"}]
+    answer = {"role": "assistant", "content": [{"type": "output_text", "text": "red"}]}
+    example = read({"messages": [{"role": "user", "content": asked}, answer]})
+    assert (texts_of(example), example.images) == ([f"What?\n{MARK}", "red"], ("a.png",))
+
+
 def test_places_of_several_images_keep_their_order() -> None:
     parts = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
     rows = [{"role": "user", "content": parts}, ANSWER, {"role": "user", "content": [{"type": "image"}]}, ANSWER]
