@@ -8,6 +8,7 @@ Shapes: B rows of T tokens, N images of all rows, C channels, S pixels a side, P
 the language model, V vocabulary.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Any, ClassVar
 
@@ -30,6 +31,7 @@ from recipes.model.transformers_models import (
     load_config,
     make_model_on_meta,
     make_published,
+    naming_part,
     read_vision_language,
     reading_model,
     warn_of_untested,
@@ -110,7 +112,8 @@ class Llava(OfTransformers):
             config.image_token_index = image_token_id
             config.text_config.vocab_size = vocab_size
         text = config.text_config
-        with reading_model(name or language or "", wanted=OF_VISION_LANGUAGE):
+        of_language = contextlib.nullcontext() if name is not None else naming_part("language")
+        with of_language, reading_model(name or language or "", wanted=OF_VISION_LANGUAGE):
             check_kind(text, name=name or language or "")
             warn_of_untested(text.model_type)
             check_sizes(text, max_seq_len=max_seq_len, vocab_size=vocab_size)

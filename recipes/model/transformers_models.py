@@ -589,11 +589,11 @@ def join_configs(vision: str, language: str, *, feature_layer: int) -> Any:
     """
     from transformers import LlavaConfig
 
-    with _naming("vision"), reading_model(vision, wanted=OF_IMAGES_AND_TEXT):
+    with naming_part("vision"), reading_model(vision, wanted=OF_IMAGES_AND_TEXT):
         images = load_config(vision, wanted=OF_IMAGES_AND_TEXT)
         tower = getattr(images, "vision_config", images)
         _check_tower(tower, f"model.name={vision}")
-    with _naming("language"), reading_model(language):
+    with naming_part("language"), reading_model(language):
         text = load_config(language)
         check_kind(text, name=language)
         head = make_model_on_meta(text).get_output_embeddings()
@@ -612,7 +612,7 @@ def join_configs(vision: str, language: str, *, feature_layer: int) -> Any:
 
 
 @contextmanager
-def _naming(part: str) -> Iterator[None]:
+def naming_part(part: str) -> Iterator[None]:
     """Let errors about a model of `model.name` name the setting of a part."""
     try:
         yield

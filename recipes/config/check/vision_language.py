@@ -102,7 +102,8 @@ def _check_projector(run: ResolvedRun) -> Iterator[ConfigError]:
     model, adapter = run.config["model"], run.config.get("adapter") or {}
     is_new = model.get("name") is None and run.start_from is None and run.resume in (None, "auto")
     saved = adapter.get("modules_to_save") or []
-    if not run.mode.takes_steps or run.adapter is None or not is_new or any(_PROJECTOR in name for name in saved):
+    is_trained = any(name.split(".")[-1] == _PROJECTOR for name in saved)
+    if not run.mode.takes_steps or run.adapter is None or not is_new or is_trained:
         return
     reason = "the projector of a model that is put together is new, and would stay as the seed draws it"
     named = ",".join([*saved, _PROJECTOR])

@@ -1,6 +1,7 @@
 """Load and export weights in the format of `transformers`: one tensor at a time to load, one full copy to export."""
 
 import json
+import logging
 import re
 from collections.abc import Collection
 from importlib.util import find_spec
@@ -52,10 +53,13 @@ from recipes.model.weights.text_side import EXPORT_FILES, end_texts, load_export
 from recipes.tokenizer import TOKENIZER_FILE
 from recipes.transform.published import Pixels
 
+log = logging.getLogger("lightning_recipes")
+
 _OF_TRANSFORMERS = (OfTransformers, TransformersImageText)
 _TIED_HEAD = "lm_head.weight"  # a copy of the embedding where the two are tied
 _BLOCK = re.compile(r"(?:^|\.)(?:h|layers)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_CHANNELS = 3  # of an image that a processor of transformers gives
 _MOST_NAMES = 5  # tensor names of a kind listed in an error: a model with experts has thousands
 
 
@@ -131,6 +135,12 @@ def export_pretrained(
     """
     published = published or (model.name if isinstance(model, _OF_TRANSFORMERS) else getattr(model, "pretrained", None))
     tokenizer = None if tokenizer_folder is None else load_exported_tokenizer(Path(tokenizer_folder), published)
+    channels = getattr(model, "in_channels", _CHANNELS)
+    if pixels is not None and channels != _CHANNELS:
+        log.info(
+            "No processor is exported: those of transformers make three channels, and the model reads %d", channels
+        )
+        pixels = None
     processor: LlavaProcessorFiles | None = None
     if isinstance(model, Llava) and tokenizer is not None and pixels is not None:
         processor = LlavaProcessorFiles(model, tokenizer, pixels)

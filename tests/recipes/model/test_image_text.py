@@ -29,6 +29,7 @@ from recipes.model.flops import flops_per_sample
 from recipes.model.image_text import TransformersImageText
 from recipes.model.weights import await_checkpoint, initialize
 from recipes.model.weights.huggingface import export_pretrained
+from recipes.transform.published import Pixels
 
 _END = 3  # token that ends a caption, and pads it
 _IDS = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": _END, "pad_token_id": _END}
@@ -239,6 +240,16 @@ def test_a_model_of_gray_images_is_given_gray_images(tmp_path: Path) -> None:
     composed = composed_config(*typed)
     assert (composed["model"]["in_channels"], composed["transform"]["in_channels"]) == (1, 1)
     assert on_meta(str(tmp_path), in_channels=1).in_channels == 1
+    model = model_of(str(tmp_path), pretrained=None)
+    pixels: dict[str, Any] = {
+        "size": 16,
+        "eval_size": 16,
+        "eval_crop": 1.0,
+        "interpolation": "bicubic",
+        "crop_mode": "center",
+    }
+    export_pretrained(model, tmp_path / "export", pixels=Pixels(**pixels, mean=[0.5], std=[0.5]))
+    assert not (tmp_path / "export" / "preprocessor_config.json").exists(), "it would make three channels"
     with pytest.raises(ConfigError, match=r"model\.in_channels=3: the patches of config.json have 1; type"):
         on_meta(str(tmp_path), in_channels=3)
 

@@ -157,6 +157,12 @@ def test_vqa_accuracy_by_the_number_of_people_who_gave_an_answer(
         assert found == pytest.approx(expected, abs=1e-15)
 
 
+def test_answers_in_a_cell_of_a_csv_file_are_those_of_people() -> None:
+    reward = VQAAccuracy(weight=1.0, answer_regex=None)
+    rows = [{"answers": '["cat", "cat", "cat"]'}, {"answers": "[cat"}]
+    assert reward(prompts=["?"] * 2, completions=["cat", "cat"], references=["dog"] * 2, rows=rows) == [1.0, 1.0]
+
+
 def test_without_answers_of_people_the_expected_one_is_the_only_one() -> None:
     assert score(VQAAccuracy(weight=1.0, answer_regex=None), "two", "2") == 1.0
     by_pattern = VQAAccuracy(weight=1.0, answer_regex="Answer: (.*)")

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from recipes.data.draws import DrawnSamples, rng_at
 from recipes.data.loader_process import SignalProofLoader
 from recipes.data.order import ShuffledOrder
 from recipes.errors import ConfigError
+from recipes.model.weights.llava_processor import write_pixels
 
 timm: Any = pytest.importorskip("timm")
 v2: Any = pytest.importorskip("torchvision.transforms.v2")
@@ -192,6 +194,19 @@ def test_a_clip_model_reads_what_its_folder_says_and_crops_the_center(tmp_path: 
         assert (given.pixels.eval_crop, given.pixels.interpolation) == (0.75, "bilinear")
         assert given.describe_origin().endswith(f"as published with {tmp_path}")
     assert make_transform(**open_settings | {"size": 32}, model=str(tmp_path)).pixels.size == 32
+
+
+@pytest.mark.parametrize("crop_mode", ["center", "squash"])
+def test_an_export_is_read_as_the_same_pixels(crop_mode: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "siglip", "vision_config": {"image_size": 40}}))
+    pixels = make_transform(size=40, eval_crop=0.8, mean=(0.1,) * 3, std=(0.7,) * 3).pixels
+    mode: Any = crop_mode
+    exported = replace(pixels, crop_mode=mode)
+    write_pixels(exported, tmp_path)
+    open_settings: dict[str, Any] = dict.fromkeys(("size", "eval_crop", "interpolation", "mean", "std"))
+    found = make_transform(**open_settings, model=str(tmp_path)).pixels
+    names = ("eval_size", "eval_crop", "crop_mode", "interpolation", "mean", "std")
+    assert [getattr(found, name) for name in names] == [getattr(exported, name) for name in names]
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip", "llava"])
