@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +200,22 @@ def _to_mode(image: Any, mode: str, module: Any) -> Any:
         white = module.new("RGBA", image.size, (255, 255, 255, 255))
         image = module.alpha_composite(white, image)
     return image if image.mode == mode else image.convert(mode)
+
+
+class OnDemand(Sequence[Tensor]):
+    """Images of N questions, each read when it is asked for: those of all at once may take more memory than there is.
+
+    Args:
+        number: N.
+        read: Returns the images of a question by its number.
+    """
+
+    def __init__(self, number: int, read: Callable[[int], Tensor]) -> None:
+        self._numbers = range(number)
+        self._read = read
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read(self._numbers[index])

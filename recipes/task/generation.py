@@ -137,7 +137,7 @@ class GeneratesText(TrainingTask, ABC):
         if self.tokenizer is None or not hasattr(self.source, "questions"):
             return None
         questions: list[tuple[list[int], list[int]]] = self.source.questions(num_samples)
-        images: list[Tensor] | None = None
+        images: Sequence[Tensor] | None = None
         if self.reads_images and any(self.model.image_token_id in prompt for prompt, _ in questions):
             images = self.source.question_images(num_samples)
         found_ends = {self.tokenizer.find_end(answer) for _, answer in questions} - {None}

@@ -19,7 +19,7 @@ from recipes.data.conversations.image_parts import MARK, ImageFinder, ImageToken
 from recipes.data.conversations.loss_mask import ExampleTokenizer
 from recipes.data.conversations.rows import ExampleRows, ImageReader, pad_rows
 from recipes.data.conversations.store import AnyReader, Encoder, ExampleStore, cached_examples, name_examples
-from recipes.data.image_file import check_header
+from recipes.data.image_file import OnDemand, check_header
 from recipes.data.read_rows import Rows, check_split, open_rows
 from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.errors import ConfigError
@@ -201,7 +201,13 @@ class Conversations:
         tokenizer = tokenizer or self.make_tokenizer(self.corpus())
         tokenizer.check_model(self._known_ids)
         template = find_template(self._template, tokenizer, day=TRAINING_DAY)
-        made_by = (self._format, tokenizer.fingerprint, str(tokenizer.special_tokens), repr(template), self._train_on)
+        made_by: tuple[str, ...] = (
+            self._format,
+            tokenizer.fingerprint,
+            str(tokenizer.special_tokens),
+            repr(template),
+            self._train_on,
+        )
         made_by += () if self._images is None else (repr(self._images.tokens), self._image_folder or "")
         keys = {name: "\0".join((found, *made_by)) for name, found in hashes.items()}
         self._names = {name: name_examples(key) for name, key in keys.items()}
@@ -360,19 +366,17 @@ class Conversations:
                 found[row.place] = row.parse()
         return [found.get(place, {}) for place in places]
 
-    def question_images(self, num_samples: int) -> list[Tensor]:
+    def question_images(self, num_samples: int) -> Sequence[Tensor]:
         """Return the images of each of `questions`, [N, C, S, S] float32, in the order of their tokens; none: [0, …].
 
-        Raises:
-            ConfigError: One cannot be decoded.
+        They are read when they are asked for, and a `ConfigError` says if one cannot be decoded.
         """
-        assert self._images is not None, "for a model that reads images"
-        store = self._ready()[1]["val" if "val" in self._ready()[1] else "train"]
-        found = []
-        for example, prompt, _ in self._find_questions(num_samples):
-            number = self._images.tokens.count(np.array(prompt))
-            found.append(self._images.stack(self._images.read(store, example, number)))
-        return found
+        images, store = self._images, self._ready()[1]["val" if "val" in self._ready()[1] else "train"]
+        assert images is not None, "for a model that reads images"
+        questions = [
+            (example, images.tokens.count(np.array(prompt))) for example, prompt, _ in self._find_questions(num_samples)
+        ]
+        return OnDemand(len(questions), lambda number: images.stack(images.read(store, *questions[number])))
 
     def _make_encoder(self, tokenizer: Tokenizer, template: ChatTemplate) -> Encoder:
         images = None if self._images is None else self._images.tokens

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recipes.data import DataSource, get_val_fingerprint, in_section, prepare_with
+from recipes.data.image_file import OnDemand
 from recipes.data.mixture.samples import MixedSamples, MixedValidation, collate
 from recipes.data.mixture.stages import PERIOD, Stages, count_shares
 from recipes.data.text.token_cache import SPLIT_TEXT
@@ -218,15 +219,16 @@ class Mixture:
         readers = (getattr(source, "image_reader", None) for source in self.sources.values())
         return next((reader for reader in readers if reader is not None), None)
 
-    def question_images(self, num_samples: int) -> list[Tensor]:
+    def question_images(self, num_samples: int) -> Sequence[Tensor]:
         """Return the images of each of `questions`, [N, C, S, S] float32, where any source has images."""
         shape = next(shape for part in self.train().parts.values() if (shape := getattr(part, "image_shape", None)))
-        found: list[Tensor] = []
+        found: list[tuple[Sequence[Tensor], int]] = []
         for source, each in self._share(num_samples):
             has_images = getattr(source.train(), "image_shape", None) is not None
-            none = [torch.zeros(0, *shape) for _ in (() if has_images else source.questions(each))]
-            found += source.question_images(each) if has_images else none
-        return found[:num_samples]
+            none = [torch.zeros(0, *shape)] * (0 if has_images else len(source.questions(each)))
+            images = source.question_images(each) if has_images else none
+            found += [(images, number) for number in range(len(images))]
+        return OnDemand(min(num_samples, len(found)), lambda number: found[number][0][found[number][1]])
 
     def question_rows(self, num_samples: int) -> list[Mapping[str, Any]]:
         """Return the fields of the row of each of `questions`."""
