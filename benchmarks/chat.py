@@ -83,7 +83,7 @@ def measure_time(folder: Path, pipeline: str) -> list[dict[str, Any]]:
     minutes = (time.monotonic() - began) / 60
     stages = read_stages(folder)
     rows = [read_stage(name, folder / stage["folder"], stage.get("seconds")) for name, stage in stages.items()]
-    return [*rows, dict.fromkeys(rows[0]) | {"stage": "all", "minutes": f"{minutes:.1f}"}]
+    return [*rows, dict.fromkeys(rows[0]) | {"stage": "total", "minutes": f"{minutes:.1f}"}]
 
 
 def read_last_step(run: Path) -> int:

@@ -85,9 +85,10 @@ def measure(run: str, folder: Path) -> dict[str, str]:
 
 def main(runs: Sequence[str]) -> None:
     file = RESULTS / "image_text.json"
-    earlier = json.loads(file.read_text(encoding="utf-8"))["rows"] if runs and file.is_file() else []
     with tempfile.TemporaryDirectory() as folder:
         new = [measure(run, Path(folder)) for run in runs or RUNS]
+    # after the runs: other ones may have been measured beside them
+    earlier = json.loads(file.read_text(encoding="utf-8"))["rows"] if runs and file.is_file() else []
     kept = [dict.fromkeys(new[0], "") | row for row in earlier if row["run"] not in {each["run"] for each in new}]
     order = [*RUNS]
     rows = sorted([*kept, *new], key=lambda row: order.index(row["run"]))
