@@ -312,9 +312,10 @@ def _published_weights(run: ResolvedRun) -> Iterator[ConfigError]:
     if pretrained is None or run.resume not in (None, "auto") or run.start_from is not None:
         return  # the weights of a checkpoint replace them
     is_folder = find_signature(model["_target_"]).constants.get("input_kind") in ("tokens", "images_and_text")
-    # of a part, another check says it
-    missing = missing_published(pretrained, f"model.{key}") if is_folder and key == "pretrained" else None
+    missing = missing_published(pretrained, f"model.{key}") if is_folder else None
     has_own_ids = find_signature(tokenizer).constants.get("own_ids")
+    if missing is not None and key != "pretrained":
+        return  # the check of models with images names a missing part
     if missing is not None:
         # a model that is built by name has a check of its own, of its configuration
         has_own_check = pretrained == model.get("name") and not is_shipped(pretrained)

@@ -154,6 +154,9 @@ def test_a_language_model_with_weights_needs_its_own_tokenizer(tmp_path: Path) -
     said = f"model.language_pretrained={tmp_path / 'language'} tokenizer=bpe: published weights need the token ids"
     assert any(said in str(mistake) for mistake in mistakes), [*map(str, mistakes)]
     assert not compose_and_check([*typed, "tokenizer=bpe", "model.language_pretrained=null"])[1]
+    for missing in ("llama_nano", str(tmp_path / "nowhere")):  # a true mistake, and none of its tokenizer beside it
+        _, [mistake] = compose_and_check(["recipe=vlm_scenes", f"model.language_pretrained={missing}"])
+        assert mistake.setting == f"model.language_pretrained={missing}"
 
 
 def test_a_model_put_together_from_weights_does_not_begin_with_random_ones(rows: Path, tmp_path: Path) -> None:
